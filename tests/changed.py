@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import hashlib
 import subprocess
 from pathlib import Path
 
@@ -29,6 +30,18 @@ def files(since: str) -> set[Path]:
 
     names = [*git("diff", "--name-only", since), *git("ls-files", "--others", "--exclude-standard")]
     return {ROOT / name for name in names}
+
+
+def commit(*paths: str) -> str:
+    """Return the commit; with uncommitted changes of the paths, also a digest of the changes."""
+
+    def git(*words: str) -> bytes:
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, check=True).stdout
+
+    changes = git("diff", "HEAD", "--", *paths)
+    return git("rev-parse", "--short=12", "HEAD").decode().strip() + (
+        f"+{hashlib.sha256(changes).hexdigest()[:6]}" if changes else ""
+    )
 
 
 @functools.cache

@@ -13,6 +13,7 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
 
@@ -155,9 +156,9 @@ def test_only_the_last_measurement_is_shown(tmp_path: Path, tiny_data: Callable[
 
 @pytest.mark.slow
 def test_an_open_tensorboard_shows_the_newest_value(tmp_path: Path) -> None:
-    """An open TensorBoard shows the new value after its event file was replaced by a file with the same step."""
+    """An open TensorBoard, on loopback, shows the value of the file that replaced its event file with the same step."""
     boards.write(tmp_path / "runs" / "r", {"value": 1.0})
-    words = ["--logdir", tmp_path / "runs", "--port", 0, "--reload_interval", 1, "--host", "127.0.0.1"]
+    words = ["--logdir", tmp_path / "runs", "--port", 0, "--reload_interval", 1]
     command = [sys.executable, "-m", "tensorboard.main", *map(str, words)]
     with (tmp_path / "log").open("w") as log:
         server = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | {"PYTHONUNBUFFERED": "1"})
@@ -167,7 +168,9 @@ def test_an_open_tensorboard_shows_the_newest_value(tmp_path: Path) -> None:
             for _ in range(120):
                 time.sleep(0.5)
                 assert server.poll() is None, (tmp_path / "log").read_text()
-                address = [word for word in (tmp_path / "log").read_text().split() if word.startswith("http://127")]
+                address = [
+                    word for word in (tmp_path / "log").read_text().split() if word.startswith("http://localhost:")
+                ]
                 if not address:
                     continue
                 url = f"{address[0]}data/plugin/scalars/scalars?run=r&tag=value"
@@ -181,6 +184,11 @@ def test_an_open_tensorboard_shows_the_newest_value(tmp_path: Path) -> None:
             return False
 
         assert shown(1.0)
+        there = [each.laddr.ip for each in psutil.Process(server.pid).net_connections("tcp") if each.status == "LISTEN"]
+        assert there in (["127.0.0.1"], ["::1"]), "TensorBoard's default must be loopback, and no page may change it"
+        pages = [*(ROOT / "docs").rglob("*.md"), *(ROOT / "docs").rglob("*.ipynb"), ROOT / "README.md"]
+        commands = [line for page in pages for line in page.read_text().splitlines() if "--logdir" in line]
+        assert len(commands) > 3 and not [line for line in commands if "--bind_all" in line or "--host" in line]
         boards.write(tmp_path / "runs" / "r", {"value": 2.0})
         assert shown(2.0)
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib.util
 import json
 import os
 import re
@@ -586,6 +587,29 @@ def test_a_rung_that_the_machine_cannot_do_is_left_out(monkeypatch: pytest.Monke
     one(message(**plan(kind="ladder", runs=wrong)), "plans.p.runs.compiled", "did you mean 'precision'")
     for wrong in (["compilre"], "compiler", 3):
         one(message(**plan(runs={"c": {"needs": wrong}})), "plans.p.runs.c.needs", "compiler, dali, bf16", str(wrong))
+
+
+def test_a_sites_requirements_count_where_runs_do_not_use_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`provides` decides for containers and other nodes; without containers, torchao must be installed here."""
+    find = importlib.util.find_spec
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    cluster: Raw = {"scheduler": {"cpu_nodes": {"cpus": 32}, "gpu_nodes": {"cpus": 64, "gpus": 4}}}
+    eight, docker = {"provides": ["fp8"]}, {"engine": "docker", "image": "some:image"}
+    for site, torchao, capability, runs in (
+        ({}, True, (9, 0), True),
+        ({}, True, (8, 0), False),
+        ({}, False, (9, 0), False),
+        (eight, True, None, False),
+        ({"provides": []}, True, (9, 0), True),
+        (cluster | eight, True, None, True),
+        (cluster | eight, False, (9, 0), False),
+        (cluster | {"provides": ["bf16"]}, True, (9, 0), False),
+        (docker | eight, False, None, True),
+    ):
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name, t=torchao: find(name) if name != "torchao" else t)
+        monkeypatch.setattr(machine, "nvml", lambda ask, c=capability: c)
+        found = load(site={"engine": "none"} | site, **plan(runs={"a": {}, "b": {"needs": ["fp8"]}}))
+        assert ("b" in found.plans["p"]) == runs, (site, torchao, capability)
 
 
 def test_use_names_a_run_that_another_plan_has() -> None:

@@ -31,6 +31,7 @@ from dlscale.core import urls
 from dlscale.core.errors import UserError
 from dlscale.data.kind import Part, RawFile
 from dlscale.data.manifest import IDENTITY
+from dlscale.extensions.era5_vit.era5 import source as era5_source
 from dlscale.extensions.era5_vit.era5 import zarr as era5_zarr
 from dlscale.extensions.era5_vit.era5.kind import Era5Dataset
 from dlscale.extensions.era5_vit.era5.source import Era5Source, _regular, gridded, open_source, open_variables
@@ -521,6 +522,14 @@ PACKED = {"scale_factor": np.float32(0.01), "add_offset": np.float32(273.15)}
         ("f4", -9999, {"valid_range": np.float64([99.9, 350])}, "99.9 to 350 (1 "),
         ("f4", 99.9, {"valid_range": np.float64([99.9, 350])}, ""),
         ("f4", 99.9, {"valid_range": "0 to 100"}, ""),
+        ("f4", -999.9, {"missing_value": np.float64(-999.9)}, "no value"),
+        ("f4", 1e20, {"_FillValue": np.float64(1e20)}, "no value"),
+        ("f8", 1e20, {"missing_value": np.float32(1e20)}, "no value"),
+        ("f8", 1.0001e20, {"missing_value": np.float32(1e20)}, ""),
+        ("i1", -127, PACKED, "no value"),
+        ("u1", 255, PACKED, "no value"),
+        ("i8", -9223372036854775806, PACKED, "no value"),
+        ("u8", 18446744073709551614, PACKED, "no value"),
     ],
 )
 def test_values_outside_the_valid_range_are_refused(
@@ -778,6 +787,9 @@ def test_wrapped_longitudes_and_expver_have_their_own_remedy() -> None:
     assert _regular(np.arange(3.0), west, "f")[1].tolist() == [*range(352, 368)]
     with pytest.raises(UserError, match="longitudes jump back at the meridian"):
         _regular(np.arange(3.0), np.array([*range(8), *range(352, 360)], float), "f")
+    with pytest.raises(UserError, match="first and the last longitude are the same meridian"):
+        _regular(np.arange(3.0), np.linspace(0.0, 360.0, 5), "f")
+    assert _regular(np.arange(3.0), np.arange(0.0, 360.0, 0.25), "f")[1].size == 1440
     axes = {"time": [0, 1], "expver": [1, 5], "latitude": [1.0, 0.0], "longitude": [0.0, 1.0]}
     array = xr.DataArray(np.zeros((2, 2, 2, 2)), axes, [*axes], "t2m")
     with pytest.raises(UserError, match=r"`expver` separates ERA5 from ERA5T.*t2m.max"):
@@ -808,6 +820,47 @@ def test_units_of_axes_are_applied_or_refused(
     else:
         message = refused(tmp_path / "a.nc", channels=("z@500",))
         assert f"'{axis}': '{units.lower()}'" in message and "expected pressure levels in hPa" in message
+
+
+@pytest.mark.parametrize(
+    ("said", "is_pressure"),
+    [
+        ({}, True),
+        ({"long_name": "pressure_level"}, True),
+        ({"standard_name": "air_pressure", "long_name": "pressure"}, True),
+        ({"standard_name": "atmosphere_hybrid_sigma_pressure_coordinate"}, False),
+        ({"standard_name": "depth"}, False),
+        ({"long_name": "model_level_number", "positive": "down"}, False),
+    ],
+)
+def test_levels_without_units_are_pressures_unless_they_say_otherwise(said: dict[str, str], is_pressure: bool) -> None:
+    states = atmosphere(names=("z",))
+    states["level"].attrs = said
+    if is_pressure:
+        assert "z@500" in gridded(states, "f", {"z"})[0][0].channels
+    else:
+        with pytest.raises(UserError, match="expected pressure levels in hPa"):
+            gridded(states, "f", {"z"})
+
+
+@pytest.mark.parametrize(
+    ("start", "first"),
+    [
+        ("2019-01-01 00:00:00 +06:00", "2018-12-31T18:00"),
+        ("2019-01-01 00:00:00 -3", "2019-01-01T03:00"),
+        ("2019-1-1T12:00Z", "2019-01-01T12:00"),
+        ("2019-01-01 00:00:0.0 UTC", "2019-01-01T00:00"),
+        *((start, "") for start in ("2019-01-01 12:00:00 6:00", "2019-01-01 00:00:00 UTC+3", "01/02/2019")),
+    ],
+)
+def test_time_zones_are_applied_or_refused(start: str, first: str) -> None:
+    """A zone is subtracted (UDUNITS' grammar); forms that libraries read differently are refused."""
+    clock = xr.Variable("time", np.arange(2), {"units": f"hours since {start}", "calendar": "standard"})
+    if first:
+        assert era5_source._decoded_times(clock, "f")[0] == np.datetime64(first)
+    else:
+        with pytest.raises(UserError, match=r"times cannot be read .*00:00:00 \+01:00"):
+            era5_source._decoded_times(clock, "f")
 
 
 def test_messages_of_different_units_in_one_grib_file_are_refused(tmp_path: Path) -> None:

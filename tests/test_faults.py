@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests import changed
 from tests.faults import __main__ as campaign
 from tests.faults.kinds import FAULTS, Trial
 from tests.faults.tree import COMMANDS, Command, Tree
@@ -84,11 +86,25 @@ def _killed_in_a_write(trial: Trial):  # type: ignore[no-untyped-def]
     yield
 
 
+def test_an_uncommitted_change_begins_a_campaign_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(changed, "ROOT", tmp_path)
+    for name in ("code", "docs"):
+        (tmp_path / name).write_text("a")
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a"]
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "a"]):
+        subprocess.run([*git, *words], cwd=tmp_path, check=True)
+    keys = [changed.commit("code")]
+    for name, text in (("docs", "b"), ("code", "b"), ("code", "c")):
+        (tmp_path / name).write_text(text)
+        keys.append(changed.commit("code"))
+    assert [keys.index(key) for key in keys] == [0, 0, 2, 3]
+
+
 def test_a_campaign_is_continued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A logged trial is not repeated, a torn last line is ignored, and a failed trial fails the campaign."""
-    commit, log = campaign._commit(), tmp_path / "log.jsonl"
+    commit, log = changed.commit(*campaign.SOURCES), tmp_path / "log.jsonl"
     (tmp_path / commit / "base").mkdir(parents=True)
     (tmp_path / commit / "base/expected.json").write_text('{"digests": {}, "seconds": {}}')
     row = {"commit": commit, "seed": 1, "kind": "kill", "outcome": "right", "seconds": 1.0}

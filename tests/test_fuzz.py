@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -25,6 +26,38 @@ from tests.fuzz.readers import READERS, Reader
 def test_a_damaged_file_ends_in_a_message(tmp_path: Path, name: str) -> None:
     rows = campaign.Server(name, 0, tmp_path / "files").run(range(5))
     assert not [row for row in rows if row[1] in campaign.DEFECTS]
+
+
+#: Reader, file, and content that once ended in a traceback.
+CRASHERS = (
+    ("replayed turns", "turns.host.7", b"20 0 8 x 4 4096 0 0\n20\n\xff\n"),
+    ("replayed turns", "turns.host.7.now", b"25\0 4"),
+    ("losses of earlier tries", "out.losses.json", b'{"step": "1", "counted": true, "curves": {"a": [[1]]}}'),
+    ("losses of earlier tries", "out.losses.json", b"\xff"),
+    ("printed losses", "steps/printed", b'1\n["loss/valid", 1e999, 1]\n\xff\n' + b"[" * 20_000),
+    ("hang reports", "steps/hang.status.host.7", b'{"pid": 7}'),
+    ("findings of hangs", "results/plans/p/a/hang/finding.txt", b"\xb9"),
+    (
+        "loader notes",
+        "steps/loader.host.7",
+        b'{"host": "h", "pid": 7, "parent": 6, "loaders": [{"dataset": "A", "workers": 1, "pin_memory": false,'
+        b' "waited": 1, "firsts": 1, "first_waited": 1, "batches": 1%s}]}' % (b"0" * 400),
+    ),
+    ("health notes", "steps/health.host.7", b"begin 1.7e9 1000\nm 1005 5\nm inf 1 2\nk []\n"),
+    ("profiled window", "steps/torch.host.7.window", b"[]"),
+    ("profiled window", "steps/torch.host.7.json", b'{"traceEvents": [1]}'),
+    ("py-spy stacks", "profile/py-spy.folded", b'process 7:"p";thread (7): MainThread;f x\n'),
+    ("progress", "logs/train/p/a.log.doing", b'{"what": "a", "unit": "b", "total": 1, "done": 1%s}' % (b"0" * 400)),
+    ("progress", "logs/train/p/a.log.doing", b'{"what": "a", "place": "elsewhere", "time": -1e300}'),
+)
+
+
+@pytest.mark.parametrize(("name", "file", "content"), CRASHERS)
+def test_known_damage_is_left_out_or_refused(tmp_path: Path, name: str, file: str, content: bytes) -> None:
+    READERS[name].make(tmp_path / "files")
+    (tmp_path / "files" / file).write_bytes(content)
+    with contextlib.suppress(UserError):
+        READERS[name].read(tmp_path / "files")
 
 
 def _raise(error: BaseException) -> None:

@@ -13,11 +13,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from dlscale.extensions.hangs import supervisor
 from dlscale.extensions.hangs.finding import GONE, Process, Waiting, describe, line_of
 from dlscale.extensions.hangs.matching import mismatches
 from dlscale.extensions.hangs.record import hang_of
 from dlscale.extensions.hangs.supervisor import HUNG
-from tests.conftest import ROOT
+from tests.conftest import ROOT, stage
 from tests.waiting import PATIENCE, until
 
 #: Distributed training; the first argument selects how rank 1 hangs. Comments mark the lines that messages name.
@@ -52,6 +53,7 @@ for step, x in enumerate(DataLoader(Data(), batch_size=2, num_workers=how == "wo
     optimizer.step()
     if rank == 1 and step == 60:
         if how == "sleep":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
             time.sleep(1000)  # sleep
         if how == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)  # stop
@@ -139,7 +141,10 @@ def end_of(process: subprocess.Popen[str], folder: Path) -> str:
         ),
     ],
 )
-def test_a_hanging_rank_is_named_with_its_line(tmp_path: Path, how: str, expected: str) -> None:
+def test_a_hanging_rank_is_named_with_its_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str, expected: str
+) -> None:
+    """`dlscale measure` and `dlscale explain` name the rank; a rank that ignores SIGTERM (`sleep`) is killed."""
     process = begin(tmp_path, how, 4, processes=3 if how == "sleep" else 2)
     output = end_of(process, tmp_path)
     marks = {mark: row(mark) for mark in ("sleep", "reduce", "skip", "stop", "lock", "worker", "alone")}
@@ -148,6 +153,11 @@ def test_a_hanging_rank_is_named_with_its_line(tmp_path: Path, how: str, expecte
     assert process.returncode == HUNG
     folder = tmp_path / "results/plans/measured/train"
     assert re.search(text, hang_of(folder)) and f"Stacks of all processes: {folder}/hang" in hang_of(folder)
+    assert stage("explain", folder) == 0
+    ended = rf"^  ended: no step for \d+ s: .*{text}.*\. Stacks of all processes: {folder}/hang$"
+    assert re.search(ended, explained := capsys.readouterr().out, re.MULTILINE), explained
+    # torchrun prints this after its own, longer wait for a rank that ignores SIGTERM.
+    assert how != "sleep" or "forcefully" not in output, output
     stacks = "".join(file.read_text() for file in folder.glob("hang/stacks.*.txt"))
     named = marks["alone" if how == "die" else how].replace("train.py:", 'train.py", line ')
     assert named in stacks, stacks
@@ -155,6 +165,16 @@ def test_a_hanging_rank_is_named_with_its_line(tmp_path: Path, how: str, expecte
         reports = [json.loads(file.read_text()) for file in sorted(folder.glob("hang/report.*.json"))]
         (found,) = mismatches([each for each in reports if each.get("entries")])
         assert {row("reduce"), row("skip")} == {found["called"].split()[-1], found["others"]["1"].split()[-1]}, found
+
+
+def test_processes_that_ignore_sigterm_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process and its child ignore SIGTERM; the pipe is at its end when both have ended."""
+    monkeypatch.setattr(supervisor, "GRACE", 0.5)
+    command = ["sh", "-c", "trap '' TERM; sleep 1000 & echo ready; wait"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout and process.stdout.readline() == "ready\n"
+        supervisor._end(process.pid)
+        assert process.communicate(timeout=10)[0] == "" and process.returncode == -signal.SIGKILL
 
 
 @pytest.mark.slow

@@ -373,6 +373,7 @@ def test_shifter_by_its_documented_rules() -> None:
 def test_apptainer() -> None:
     found = launch(site(engine="apptainer", image="/cfs/dlscale.sif"), HERE, None)
     assert found[4:7] == ["apptainer", "exec", "--cleanenv"]
+    assert "--no-privs" in found[: found.index("/cfs/dlscale.sif")], "root in the container must have no capabilities"
     assert found[-5:] == ["/cfs/dlscale.sif", "python", "-P", "-m", "dlscale"]
     pairs = list(itertools.pairwise(found))
     # a mount hides earlier mounts below the same path

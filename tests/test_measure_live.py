@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import re
 import statistics
+import struct
 import sys
+import termios
 from pathlib import Path
 
 import pytest
 
 from dlscale.core import telemetry
 from dlscale.core.telemetry import GpuSample, Sample
-from dlscale.extensions.programs import live
+from dlscale.extensions.programs import live, running
 from tests.test_any_program import found, measure
 from tests.test_outside import Clock
 
@@ -64,6 +68,48 @@ def test_a_failing_view_leaves_the_program_alone(tmp_path: Path, monkeypatch: py
     done = measure(tmp_path, "--live", "--", sys.executable, "-c", damage)
     assert done.stdout == "ended\n" and done.returncode == 0
     assert shown(done.stderr) and done.stderr.count("dlscale: the live view ended (ValueError") == 1
+
+
+def screen(written: str, columns: int) -> list[str]:
+    """Return the rows of a terminal; a character that follows a full row begins the next row."""
+    rows, place = [""], 0
+    for part in re.findall(r"\r|\n|\033\[K|.", written):
+        if part == "\n":
+            rows.append("")
+        elif part == "\033[K":
+            rows[-1] = rows[-1][:place]
+        elif part == "\r":
+            place = 0
+        else:
+            if place == columns:
+                rows.append("")
+                place = 0
+            rows[-1] = rows[-1][:place].ljust(place) + part + rows[-1][place + 1 :]
+            place += 1
+    return [row.rstrip() for row in rows]
+
+
+@pytest.mark.parametrize("columns", [40, 0])
+def test_lines_and_progress_bars_do_not_mix(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    """On a terminal, a line begins in its own row, also after a bar that fills its row; no row is empty.
+
+    If the terminal's width is unknown, a line replaces the bar, which its program prints again.
+    """
+    master, slave = os.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    with open(slave, "w") as terminal, monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", terminal)
+        for bar in ("", "\r 10% #         ", f"\r 20% {'#' * 35}", "\r 90%\n"):
+            terminal.write(bar)
+            terminal.flush()
+            running.say("12 samples/s")
+        written = ""
+        while written.count("\n") < 5:  # four lines, and the end of the bar
+            written += os.read(master, 65536).decode()
+    os.close(master)
+    bars = [" 10% #", f" 20% {'#' * 35}", " 90%"] if columns else ["", "", " 90%"]
+    expected = [row for bar in ("", *bars) for row in (bar, "12 samples/s") if row]
+    assert screen(written.replace("\r\n", "\n\r"), columns or 40) == [*expected, ""]
 
 
 # ---- lines, from notes with a simulated clock ----------------------------------------------------------

@@ -325,6 +325,37 @@ def test_a_loader_of_the_programs_class_has_the_line_that_makes_it(watched: watc
     assert made == [str(line + 5), str(line + 6)]
 
 
+class Pinned(torch.Tensor):
+    """Tensor that claims pinned memory, which PyTorch only has on machines with an accelerator."""
+
+    def is_pinned(self, device: Any = None) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("pinned", "pageable", "kind", "advised"),
+    [
+        (4_000_000, 0, "pinned", False),
+        (0, 4_000_000, "pageable", True),
+        (3_000_000, 1_000_000, "partly pinned", False),
+        (1_000_000, 3_000_000, "partly pinned", True),
+    ],
+)
+def test_pinned_bytes_are_counted(
+    watched: watch.ProcessSums, pinned: int, pageable: int, kind: str, advised: bool
+) -> None:
+    """Batches are nested, and have two tensors; advice follows if most of the bytes are in pageable memory."""
+    watched._device = "meta"  # as after the first step of a model on another device
+    batch = {"x": [torch.empty(pinned).as_subclass(Pinned)], "y": (torch.empty(pageable),), "z": "text"}
+    assert len([*dataloader.DataLoader(range(30), 1, collate_fn=lambda rows: batch)]) == 30  # type: ignore[arg-type]
+    watched.write()
+    loading = report.read_loading(Path(watch.FOLDER))
+    (loader,) = loading.loaders
+    assert (loader.bytes, loader.pinned) == (loader.sized * 16_000_000, loader.sized * 4 * pinned) and loader.sized
+    assert dict(report.table(loading))["  copies to meta"] == f"16.0\u00a0MB per batch from {kind} memory"
+    assert (report._copies(loader, loading) is not None) == advised
+
+
 def test_decoding_is_no_part_of_the_transform(watched: watch.ProcessSums, monkeypatch: pytest.MonkeyPatch) -> None:
     """PIL decodes an image when the transform first uses it; in this test, each decoding takes 5 ms."""
     load = ImageFile.ImageFile.load

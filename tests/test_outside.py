@@ -584,6 +584,24 @@ def test_a_log_has_times_of_any_usual_form(tmp_path: Path, in_india: None, form:
     ]
 
 
+def test_losses_are_kept_if_local_time_jumps_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the end of summer time, an hour of local time occurs twice; steps and losses keep the order of the lines."""
+    monkeypatch.setenv("TZ", "Europe/Berlin")
+    time.tzset()
+    try:
+        begin, log = datetime(2026, 10, 25, 0, 30, tzinfo=UTC).timestamp(), tmp_path / "log.jsonl"
+        lines = [
+            {"step": step, "time": datetime.fromtimestamp(begin + 60 * step).isoformat(), "loss": 1 / step}
+            for step in range(1, 71)
+        ]
+        log.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        found = logs.values(log, {"loss": "loss/train"}, logs.Start(begin), end=begin + 60 * 71)["loss/train"]
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    assert [(step, value) for _, step, value in found] == [(step, 1 / step) for step in range(1, 71)]
+
+
 @pytest.mark.parametrize("seconds", [0.02, 0.005])
 @pytest.mark.parametrize(("unit", "uptime"), [(1e-3, 15000.0), (1e-3, 300.0), (1.0, 150.0)])
 def test_times_since_the_start_are_not_those_since_the_boot(

@@ -34,12 +34,18 @@ from dlscale.extensions.programs import checkout, logs, run_program, turns
 from dlscale.extensions.programs.files.preview import preview
 from dlscale.extensions.programs.jobs import ProgramJobs
 from dlscale.extensions.programs.keeper import temporary_folder
-from dlscale.extensions.programs.launch import HOOK_SHELL, PROGRAM_SHELL, TORCHRUN_VARIABLES, launch_program
+from dlscale.extensions.programs.launch import (
+    HOOK_SHELL,
+    ON_LOOPBACK,
+    PROGRAM_SHELL,
+    TORCHRUN_VARIABLES,
+    launch_program,
+)
 from dlscale.extensions.programs.program import SOURCES, earlier, epochs_of, steps_at, warn_of_divergence
 from dlscale.extensions.programs.running import HOOK, PRINTED
 from dlscale.extensions.programs.settings import Program
 from dlscale.launch.launcher import ContainerMounts
-from tests.conftest import make_run, variables
+from tests.conftest import make_run, stage, variables
 from tests.programs import TRAIN, settings, write_program
 from tests.waiting import PATIENCE, until
 
@@ -94,7 +100,8 @@ def test_the_launch_command_of_a_program(engine: str, starter: str, tmp_path: Pa
             elif starter == "torchrun":
                 nodes = ["--nnodes=2", "--rdzv-endpoint=n1:29500", "--rdzv-backend=c10d"]
                 meet = ["torchrun", "--no-python", *nodes] if geometry is FOUR else launch_torchrun()
-                assert inner[-len(meet) - 1 :] == [*meet, "--nproc-per-node=2"]
+                meet = [*meet, "--nproc-per-node=2", *([] if geometry is FOUR else ON_LOOPBACK)]
+                assert inner[-len(meet) :] == meet
                 assert (inner[0] == "pdsh") is (geometry is FOUR)
             else:
                 begin = "srun" if starter == "srun" else "mpiexec"
@@ -107,7 +114,49 @@ def test_the_launch_command_of_a_program(engine: str, starter: str, tmp_path: Pa
 
 
 def launch_torchrun() -> list[str]:
-    return ["torchrun", "--standalone", "--no-python"]
+    return ["torchrun", "--no-python", "--standalone"]
+
+
+#: Program that meets the other ranks, and prints its process id and interfaces in one line, which no other rank breaks.
+LISTENING = """
+import os, time
+import torch.distributed as dist
+dist.init_process_group("gloo")
+dist.barrier()
+interfaces = [os.environ.get(f"{name}_SOCKET_IFNAME") for name in ("GLOO", "NCCL")]
+print(f"{os.getpid()} {interfaces}\\n", end="", flush=True)
+while os.path.exists(os.environ["STAY"]):
+    time.sleep(0.1)
+"""
+
+
+def listening(pid: int) -> set[str]:
+    """Return the addresses at which a process listens, from the kernel's tables."""
+    there = psutil.Process(pid).net_connections("tcp")
+    return {each.laddr.ip for each in there if each.status == psutil.CONN_LISTEN}
+
+
+@pytest.mark.slow
+def test_ranks_of_a_program_listen_only_on_loopback(tmp_path: Path) -> None:
+    """Only torchrun listens at all addresses: if this changes with PyTorch, change docs/security.md, too."""
+    program = Program(command=["train"], folder=str(tmp_path))
+    site = Site(engine="none", starter="torchrun", gpu=False)
+    _, words = launch_program(site, HERE, SimpleNamespace(program=program, geometry=TWO))
+    (script := tmp_path / "program.py").write_text(LISTENING)
+    (stay := tmp_path / "stay").touch()
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    given = variables(PATH=path, STAY=str(stay))
+    command = [*words, sys.executable, str(script)]
+    with subprocess.Popen(command, env=given, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        lines = [process.stdout.readline() for _ in range(2)]
+        try:
+            found = [listening(int(line.split()[0])) for line in lines]
+            outer = listening(process.pid)
+        finally:
+            stay.unlink()
+    assert [line.partition(" ")[2] for line in lines] == ["['lo', 'lo']\n"] * 2
+    assert found == [{"127.0.0.1"}] * 2 and outer <= {"::", "0.0.0.0"}
 
 
 @pytest.mark.parametrize(
@@ -225,7 +274,9 @@ def test_other_files_begin_afresh(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_program_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_that_hangs_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A site's watchdog limits apply to programs; the message and `dlscale explain` name the line."""
     run = tmp_path / "plans/p/r"
     run.mkdir(parents=True)
@@ -237,6 +288,8 @@ def test_a_program_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.Monke
     hang = "no step for 6 s: rank 0 is at hangs.py:2"
     assert code == 2 and f"{hang}. " in said and f"{run}/hang" in said, said
     assert (found := hang_of(run)) and found.startswith(hang) and found.endswith(f"{run}/hang")
+    assert stage("explain", run) == 0
+    assert capsys.readouterr().out == f"{run}\n  ended: {hang}. Stacks of all processes: {run}/hang\n"
     assert 'hangs.py", line 2' in next((run / "hang").glob("stacks.*")).read_text()
 
 

@@ -25,7 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dlscale.config import resolve as config
-from dlscale.config.run import Geometry, RunCore, stage_class
+from dlscale.config.run import RunCore, stage_class
+from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.core.machine import missing
 from dlscale.core.settings import validate
@@ -397,6 +398,62 @@ def test_a_gradient_that_overflows_changes_no_weight(fused: bool) -> None:
     assert not any(torch.equal(value, before[key]) for key, value in step.weights.state_dict().items() if "norm" in key)
 
 
+@pytest.mark.parametrize("precision", ["fp16", "fp16_master"])
+def test_a_constant_loss_scale_trains_as_the_dynamic_scale_of_this_value(precision: str) -> None:
+    """The scale survives growth, an overflow and a checkpoint; without these, updates equal those of PyTorch's scaler.
+
+    A dynamic scale begins at 65536.
+    """
+    x, y = batch("era5_vit", 6)
+    dynamic, constant, restored = (
+        make_step("era5_vit", precision=precision, **over) for over in ({}, *({"loss_scale": 65536.0},) * 2)
+    )
+    small = make_step("era5_vit", precision=precision, loss_scale=128.0)
+    assert (dynamic.scaler.get_scale(), small.scaler.get_scale()) == (65536.0, 128.0)
+    constant.scaler.set_growth_interval(1)
+    for _ in range(3):
+        assert torch.equal(dynamic(x, y), constant(x, y))
+    a, b = dynamic.weights.state_dict(), constant.weights.state_dict()
+    assert all(torch.equal(value, b[name]) for name, value in a.items())
+    b = copy.deepcopy(b)
+    constant(x, 1e-9 * y)  # overflows, see above
+    assert all(torch.equal(value, b[name]) for name, value in constant.weights.state_dict().items())
+    make_state(restored.optimizer)
+    restored.load({name: shard.copy("cpu") for name, shard in constant.shards().items()}, constant.scaler.state_dict())
+    for step in (restored, constant, dynamic):
+        step(x, y)
+        assert step.scaler.get_scale() == 65536.0
+        assert all(
+            torch.equal(value, step.weights.state_dict()[key]) for key, value in restored.weights.state_dict().items()
+        )
+
+
+def test_kept_norms_compute_as_those_of_master_weights() -> None:
+    """With `keep_norms_fp32`, prediction and loss equal those of fp16_master, which has its norms in 32 bits."""
+
+    def step(precision: str, **over: Any) -> Step:
+        def make() -> nn.Module:
+            layers = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.GroupNorm(2, 8), nn.Flatten(), nn.LayerNorm(672)
+            model = nn.Sequential(*layers, nn.Linear(672, 4))
+            for norm in (1, 2, 4):
+                nn.init.uniform_(model[norm].weight, 0.5, 2.0)
+            return model
+
+        run = settings("era5_vit", precision=precision, **over)
+        return build_step(run, make, lambda p, t: (p - t[:, 0, 0, :4]).square().mean(1))
+
+    x, y = batch("era5_vit", 6)
+    kept, master, pure = step("fp16_pure", keep_norms_fp32=True), step("fp16_master"), step("fp16_pure")
+    values = kept.predict(x)
+    assert torch.equal(values, master.predict(x)) and not torch.equal(values, pure.predict(x))
+    formats = [next(layer.parameters(), x).dtype for layer in kept.model]
+    assert formats == [torch.float16, *[torch.float32] * 4, torch.float16]  # `Flatten` has no weights
+    before = copy.deepcopy(kept.weights.state_dict())
+    loss = kept(x, y)
+    assert torch.equal(loss, master(x, y)) and loss.isfinite() and kept.predict(x).isfinite().all()
+    assert not any(torch.equal(v, before[name]) for name, v in kept.weights.state_dict().items())
+
+
 def test_a_scaled_gradient_is_clipped_after_unscaling() -> None:
     """The gradient is clipped after unscaling; the norm of the scaled gradient is thousands of times greater."""
     moved = []
@@ -756,18 +813,20 @@ def test_gradient_averaging_is_created_on_the_graphs_stream(monkeypatch: pytest.
     assert log == ["aside", None, "back", 2**31 - 1] and two.exchanges
 
 
-def _train_graphed(rank: int, port: int, folder: str) -> None:
+def _train_graphed(rank: int, port: int, folder: str, tp: int) -> None:
     os.environ.update(
         RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
     torch.set_num_threads(1)
-    with join(Geometry(gpus_per_node=2), "cpu") as world:
-        run = settings("era5_vit", geometry={"gpus_per_node": 2})
-        step, recorder = build_step(run, lambda: build("era5_vit", run), relative_l2, world), Recorder()
+    run, recorder = settings("era5_vit", geometry={"gpus_per_node": 2, "tp": tp}), Recorder()
+    with join(run.geometry, "cpu") as world:
+        divide = registry.study("era5_vit").sharding
+        step = build_step(run, lambda: build("era5_vit", run), relative_l2, world, divide)
+        assert (step.divided is not None) == (tp > 1)
         for group in step.optimizer.param_groups:
             group["lr"] = torch.tensor(group["lr"])
         step.capture(recorder)  # type: ignore[arg-type]
-        share = Share(6, rank, 2)
+        share = Share(6, world.data_rank, world.data_size)
         for number in range(SHARED):
             for part, samples in enumerate((6, 5)):
                 x, y = batch("era5_vit", samples, seed=2 * number + part)
@@ -780,13 +839,18 @@ def _train_graphed(rank: int, port: int, folder: str) -> None:
 SHARED = 14  #: Number of full batches, each followed by a batch in which one rank has one sample more.
 
 
-def test_ranks_record_and_replay_alike(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tp", [1, 2], ids=["data parallel", "tensor parallel"])
+def test_ranks_record_and_replay_alike(tmp_path: Path, tp: int) -> None:
     """Two processes, even with unequal numbers of samples, record and replay at the same steps, and train like one."""
-    spawn(_train_graphed, (20000 + os.getpid() % 20000, str(tmp_path)), 2)
+    spawn(_train_graphed, (20000 + os.getpid() % 20000, str(tmp_path), tp), 2)
     (kinds, weights), (others, same) = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     assert kinds == others
-    assert EAGER_STEPS_OF_RANKS == 11
-    assert kinds == [("reset", 0)] + [("run", 0)] * 22 + [("record", 3)] + [("replay", 3), ("run", 0)] * 3
+    assert (EAGER_STEPS, EAGER_STEPS_OF_RANKS) == (3, 11)
+    if tp == 1:
+        assert kinds == [("reset", 0)] + [("run", 0)] * 22 + [("record", 3)] + [("replay", 3), ("run", 0)] * 3
+    else:  # both processes have all samples, so each size of batch has a graph
+        recorded = [("record", 6), ("replay", 6), ("record", 5), ("replay", 5)]
+        assert kinds == [("reset", 0)] + [("run", 0)] * 6 + recorded + [("replay", 6), ("replay", 5)] * 10
     plain = make_step("era5_vit")
     for number in range(SHARED):
         for part, samples in enumerate((6, 5)):
@@ -854,6 +918,15 @@ def test_a_cuda_graph_trains_like_the_eager_step(study: str, over: dict[str, Any
             "accumulation_steps and compile",
         ),
         ("cosmo_unet", {"precision": "fp16_pure", "optimizer": {"kind": "adam"}}, "optimizer.eps 1e-08 is zero"),
+        ("cosmo_unet", {"precision": "bf16", "loss_scale": 128.0}, "only fp16 and fp16_master scale the loss"),
+        ("cosmo_unet", {"precision": "fp16_pure", "loss_scale": 128.0}, "loss_scale and precision fp16_pure"),
+        ("cosmo_unet", {"precision": "fp16", "loss_scale": 0.0}, "loss_scale"),
+        ("cosmo_unet", {"precision": "fp16_master", "keep_norms_fp32": True}, "keep_norms_fp32 and precision"),
+        (
+            "cosmo_unet",
+            {"precision": "bf16_pure", "keep_norms_fp32": True, "parallel": {"kind": "fsdp"}},
+            "keep_norms_fp32 and parallel.kind fsdp",
+        ),
         ("cosmo_unet", {"cuda_graph": True}, "optimizer.fused"),
         ("cosmo_unet", {"cuda_graph": True, "compile": {"mode": "max-autotune"}}, "compile.mode max-autotune"),
         ("cosmo_unet", {"cuda_graph": True, "compile": {"mode": "reduce-overhead"}}, "compile.mode reduce-overhead"),

@@ -5,6 +5,7 @@ The other tests named in docs/security.md are next to the tests of the same code
 
 from __future__ import annotations
 
+import argparse
 import ast
 import base64
 import csv
@@ -26,15 +27,18 @@ import pytest
 import torch.distributed as dist
 import yaml
 
+from dlscale.config import resolve as config
 from dlscale.core.errors import UserError
-from dlscale.data.manifest import Manifest
+from dlscale.data import preview, staging
+from dlscale.data.manifest import File, Manifest
 from dlscale.extensions.crate.crate import Crate
 from dlscale.extensions.logs.reference import Reference
+from dlscale.extensions.sheet import sheet as sheets
 from dlscale.parallel import rendezvous
 from dlscale.report import report, sections
 from dlscale.results import read_plan
-from tests.conftest import ROOT
-from tests.test_report import Page, Results, profiled
+from tests.conftest import ROOT, TINY
+from tests.test_report import DATASETS, Page, Results, profiled
 from tests.test_starters import free_port
 from tests.waiting import PATIENCE
 
@@ -50,12 +54,11 @@ KEPT = {"measure", "study", "own"}
 
 def test_each_named_test_exists() -> None:
     page = (ROOT / "docs/security.md").read_text()
-    named = re.findall(r"`(test_\w+(?:/test_\w+)?)::(test_\w+)`", page)
-    assert len(named) > 20
+    named = re.findall(r"`((?:\w+/)?test_\w+)::(test_\w+)`", page)
+    assert len(named) == page.count("::test_") > 40
     for file, test in named:
-        found = next(iter(ROOT.glob(f"tests/**/{file.rpartition('/')[2]}.py")), None)
-        assert found, file
-        assert test in {getattr(node, "name", "") for node in ast.walk(ast.parse(found.read_text()))}, (file, test)
+        tree = ast.parse((ROOT / f"tests/{file}.py").read_text())
+        assert test in {getattr(node, "name", "") for node in tree.body}, (file, test)
 
 
 # ---- dependencies ----------------------------------------------------------------------------------
@@ -109,6 +112,27 @@ def test_the_store_of_several_nodes_listens_only_at_the_first_nodes_address() ->
     store.set("met", "yes")
     mine = [each.laddr for each in psutil.Process().net_connections("tcp") if each.status == "LISTEN"]
     assert {address.ip for address in mine if address.port == port} == {"127.0.0.2"}
+
+
+# ---- data of others --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("outside", ["absolute", "relative"])
+def test_a_manifest_shows_no_content_of_a_file_outside_of_its_folder(tmp_path: Path, outside: str) -> None:
+    """Paths of a manifest may lead anywhere; a file that is not data ends in messages without the file's content."""
+    (folder := tmp_path / "data").mkdir()
+    (private := tmp_path / "key").write_text("BEGIN-PRIVATE-KEY\n" * 9)
+    name, size = str(private) if outside == "absolute" else "../key", private.stat().st_size
+    file = File(path=name, rows=1, bytes=size, digest="0" * 64, verifiable=True)
+    foreign = DATASETS["demo_volumes"].model_copy(update={"splits": {"train": [file]}})
+    foreign.write(folder / "manifest.json")
+    manifest = Manifest.read(folder / "manifest.json")
+    manifest.check_files()
+    with pytest.raises(UserError) as refused:
+        list(preview.first_rows(manifest))
+    messages = [str(refused.value), *staging.damaged(manifest, [file])]
+    assert len(messages) == 2 and [text for text in messages if "key: " not in text or "PRIVATE" in text] == []
+    assert [path.name for path in folder.iterdir()] == ["manifest.json"]
 
 
 # ---- records from others ---------------------------------------------------------------------------
@@ -183,9 +207,20 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return results
 
 
+def _sheet(root: Path) -> Page:
+    """Write and read the evidence sheet of the plan `gas`; the plan's configuration is of another study."""
+    plan = {"study": "starter_cnn", "settings": {**TINY["starter_cnn"]["run"], "dataset": "tiny"}}
+    datasets = {"tiny": TINY["starter_cnn"]["dataset"]}
+    raw = {"datasets": datasets, "plans": {"gas": {**plan, "runs": {"base": {}, "once": {}}}}, "results": str(root)}
+    unset = dict.fromkeys(("production", "machine", "json", "profile", "configfile", "config"))
+    options = argparse.Namespace(plans=["gas"], trainings=1, devices=[], **unset)
+    assert sheets.main(options, config.load({"targets": ["gas"], **raw})) == 0
+    return Page((root / "plans/gas/sheet.html").read_text())
+
+
 @pytest.mark.slow
 def test_texts_of_records_run_nothing(shared: Results, tmp_path: Path) -> None:
-    """Code planted in records is shown as text on the page, in figures and in tables."""
+    """Code planted in records is shown as text on the page, on the sheet, in figures and in tables."""
     results = Results(tmp_path / "results")
     shutil.copytree(shared.root, results.root)
     for name in ("plans", "datasets", "references"):
@@ -205,6 +240,10 @@ def test_texts_of_records_run_nothing(shared: Results, tmp_path: Path) -> None:
     for kind, script in scripts:
         known = hashlib.sha256(script.encode()).digest()
         assert json.loads(script) if "application/json" in kind else base64.b64encode(known).decode() in html
+    sheet = _sheet(results.root)
+    assert sheet.text.count("<script>alert(1)</script>") > 3
+    assert not {"script", "img", "a", "iframe", "object"} & {tag for tag, _, _ in sheet.attributes}
+    assert not [each for each in sheet.attributes if each[1].startswith(("on", "srcdoc", "href")) or "refresh" in each]
     for svg in (results.root / "report/figures").glob("*.svg"):
         for element in ElementTree.parse(svg).iter():
             assert element.tag.rpartition("}")[2] not in ("script", "foreignObject", "image", "a"), svg

@@ -86,6 +86,31 @@ def test_a_run_on_one_node_listens_only_on_loopback() -> None:
     assert len(family) == 3 and listening == {"127.0.0.1"}
 
 
+def test_a_run_on_several_nodes_listens_only_at_the_interface_of_the_first_node() -> None:
+    """The store and gloo open ports only at the address of the interface through which the nodes meet."""
+    interfaces = {
+        name: each.address
+        for name, known in psutil.net_if_addrs().items()
+        for each in known
+        if each.family == socket.AF_INET
+    }
+    # gloo's default is the address of the host name, often a loopback address, so another interface proves more.
+    name, address = max(interfaces.items(), key=lambda each: not each[1].startswith("127."))
+    meeting = {"MASTER_ADDR": address, "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    given = {key: value for key, value in environment(**meeting).items() if key != "GLOO_SOCKET_IFNAME"}
+    command = [sys.executable, "-c", STAY.format(nodes=2, each=1)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    nodes = [
+        subprocess.Popen(command, env={**given, "RANK": str(rank)}, cwd=ROOT, text=True, **pipes) for rank in range(2)
+    ]
+    said = "".join(node.stdout.readline() for node in nodes for _ in range(2))
+    there = [each for node in nodes for each in psutil.Process(node.pid).net_connections("tcp")]
+    listening = {each.laddr.ip for each in there if each.status == "LISTEN"}
+    for node in nodes:
+        node.communicate(timeout=PATIENCE)
+    assert said.count("all together 1") == said.count(f"by {name} ") == 2 and listening == {address}
+
+
 @pytest.mark.parametrize(
     ("address", "rank", "each", "error", "message"),
     [

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import faulthandler
+import os
 import re
 import textwrap
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -15,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from dlscale.config.run import load_run
+from dlscale.config.run import Geometry, load_run
 from dlscale.core import registry
 from dlscale.core.errors import UserError
 from dlscale.data import samples as data_samples
@@ -24,12 +27,17 @@ from dlscale.extensions.memory.prediction import fake_batch, predict
 from dlscale.extensions.scaffold import new_study, study_tests
 from dlscale.extensions.scaffold.study_tests import tiny_session
 from dlscale.measure.roofline import counted
-from dlscale.parallel.world import World
-from dlscale.train.build import Session, open_session
+from dlscale.parallel.rendezvous import join
+from dlscale.parallel.sharding import Sharding
+from dlscale.parallel.world import Mesh, World
+from dlscale.train.build import Session, build_step, open_session
 from dlscale.train.step import EAGER_STEPS, Graphed
 from tests.conftest import ROOT, TINY, make_run, records, train
+from tests.ranks import spawn
+from tests.test_ddp import as_rank
 from tests.test_parallel import train_by
-from tests.test_rungs import Recorder
+from tests.test_rungs import Recorder, settings
+from tests.waiting import PATIENCE
 
 CPU = torch.device("cpu")
 
@@ -278,6 +286,83 @@ def test_two_processes_train_dicts_as_one(tmp_path: Path, tiny_data: Callable[[s
         train_by(ranks, folder, data)
         weights.append(torch.load(folder / "model.pt", weights_only=True))
     torch.testing.assert_close(*weights, rtol=1e-4, atol=1e-5)
+
+
+class Attend(nn.Module):
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return nn.functional.scaled_dot_product_attention(q, k, v, mask)
+
+
+class Attention(nn.Module):
+    """Attention to the tokens that a mask [B, N] selects; without a mask, to all tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.projection = (nn.Linear(8, 8) for _ in range(4))
+        self.attend = Attend()
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        q, k, v = (layer(x).unflatten(-1, (-1, 4)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        y = self.attend(q, k, v, None if mask is None else mask[:, None, None])
+        return self.projection(y.transpose(1, 2).flatten(2))
+
+
+class Masked(nn.Module):
+    """Network of five tokens with two inputs and a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.attention, self.head = nn.Linear(2, 8), Attention(), nn.Linear(8, 1)
+        self.mlp = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+
+    def forward(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        values, mask = inputs["values"], inputs["mask"]
+        x = self.embed(torch.stack([values, inputs["number"][:, None].expand_as(values)], dim=-1))
+        x = x + self.attention(x, mask)
+        y = self.head(x + self.mlp(x)).squeeze(-1)
+        return {"mean": (y * mask).sum(1) / mask.sum(1)}
+
+
+def _train_masked(world: World, **geometry: int) -> dict[str, torch.Tensor]:
+    """Train on dicts for three steps; return losses and weights."""
+    run = settings("era5_vit", batch_size=4, geometry=geometry, optimizer={"kind": "sgd", "lr": 0.1})
+    sharding = Sharding(
+        tokens=5,
+        **{"first": "embed", "last": "head", "gather": ["attention", "mlp"], "attend": ["attention.attend"]},
+        columns=["attention.q", "attention.k", "attention.v", "mlp.0"],
+        rows=["attention.projection", "mlp.2"],
+    )
+    step = build_step(run, Masked, lambda p, y: (p["mean"] - y[0]).square(), world, lambda model: sharding)
+    generator, found = torch.Generator().manual_seed(0), dict[str, torch.Tensor]()
+    for number in range(3):
+        x = {"values": torch.randn(4, 5, generator=generator), "number": torch.randn(4, generator=generator)}
+        x["mask"] = torch.rand(4, 5, generator=generator).argsort(1) < 3
+        loss = step(x, (torch.randn(4, generator=generator),))
+        found[f"loss {number}"] = world.sum(loss * 4) / 4
+    return found | {name: value.clone() for name, value in step.weights.state_dict().items()}
+
+
+def _train_masked_together(rank: int, port: int, folder: Path) -> None:
+    as_rank(rank, port)
+    faulthandler.dump_traceback_later(PATIENCE, exit=True)
+    with join(Geometry(gpus_per_node=2), "cpu") as joined:
+        for axis in ("tp", "cp"):
+            mesh = Mesh(Geometry(gpus_per_node=2, **{axis: 2}), "cpu")
+            found = _train_masked(replace(joined, mesh=mesh), gpus_per_node=2, **{axis: 2})
+            torch.save(found, folder / f"{axis}.{rank}.pt")
+
+
+def test_two_processes_divide_a_model_with_a_mask(tmp_path: Path) -> None:
+    """With tensor or context parallelism, losses and weights equal those of one process; a mask covers all tokens."""
+    torch.set_num_threads(1)
+    spawn(_train_masked_together, (20000 + (os.getpid() * 7) % 20000, tmp_path), 2)
+    alone = _train_masked(World())
+    assert alone["loss 0"] > 0
+    for file in tmp_path.iterdir():
+        torch.testing.assert_close(
+            torch.load(file), alone, rtol=1e-4, atol=1e-5, msg=lambda text, f=file: f"{f}: {text}"
+        )
+    assert len([*tmp_path.iterdir()]) == 4
 
 
 # ---- the guide ---------------------------------------------------------------------------------------

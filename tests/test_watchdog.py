@@ -28,7 +28,7 @@ from dlscale.parallel import watchdog
 from dlscale.parallel.watchdog import Watchdog
 from dlscale.parallel.world import World
 from dlscale.train.checkpoint import Checkpoints
-from tests.conftest import ROOT, variables
+from tests.conftest import ROOT, stage, variables
 from tests.ranks import spawn
 from tests.test_parallel import configure
 from tests.waiting import PATIENCE, until
@@ -161,7 +161,9 @@ def begin_faulty(
 @pytest.mark.slow
 @strategies
 @pytest.mark.parametrize("where", ["data", pytest.param("forward", marks=pytest.mark.slow)])
-def test_a_rank_that_hangs_is_named(tmp_path: Path, era5_data: Path, strategy: str, where: str) -> None:
+def test_a_rank_that_hangs_is_named(
+    tmp_path: Path, era5_data: Path, capsys: pytest.CaptureFixture[str], strategy: str, where: str
+) -> None:
     folder = configure(tmp_path / "run", "era5_vit", 2, **STRATEGIES[strategy], training={"steps": 100_000})
     output = end_of(begin_faulty(folder, era5_data, where, **{WATCHDOG: "stuck=8"}), folder)
     log = (folder / "train.log").read_text()
@@ -176,6 +178,12 @@ def test_a_rank_that_hangs_is_named(tmp_path: Path, era5_data: Path, strategy: s
     shutil.copy(folder / "train.log", tmp_path / "logs/train/plan/run.log")
     hang = hang_of(tmp_path / "plans/plan/run")
     assert re.search(rf"^train: {waits}\({where} at program\.py:{SLEEP}\)", hang), hang
+    run = tmp_path / "plans/plan/run"
+    run.mkdir(parents=True)
+    shutil.copy(folder / "config.yaml", run)
+    assert stage("explain", run) == 0
+    explained = capsys.readouterr().out
+    assert re.search(rf"^  ended: train: {waits}\({where} at program\.py:{SLEEP}\)", explained, re.M), explained
 
 
 @pytest.mark.slow

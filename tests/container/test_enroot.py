@@ -22,7 +22,7 @@ from tests.waiting import PATIENCE, until
 pytestmark = [pytest.mark.container, pytest.mark.timeout(600)]
 SOURCES = str(ROOT / "workflow_scripts")
 
-#: Stage that replaces `dlscale`: prints its variables and which files it can write, then the signals that it receives.
+#: Stage that replaces `dlscale`: prints its variables, which files it can write, its rights, then received signals.
 STAGE = """
 import os, signal, sys, time
 def heard(number, frame):
@@ -38,7 +38,8 @@ def writable(path):
         return False
     return True
 names = ("RANK", "LOCAL_RANK", "OTHER", "FROM", "A", "GONE", "HOME")
-print([os.environ.get(name) for name in names], [writable(path) for path in sys.argv[2:]], flush=True)
+rights = [line.split() for line in open("/proc/self/status") if line.startswith(("CapEff", "NoNewPrivs"))]
+print([os.environ.get(name) for name in names], [writable(path) for path in sys.argv[2:]], rights, flush=True)
 end = time.monotonic() + float(sys.argv[1])
 while time.monotonic() < end:
     time.sleep(0.1)
@@ -109,7 +110,8 @@ def test_a_stage_in_a_container(site: Site, place: ContainerMounts) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd="/", timeout=PATIENCE)
     assert done.returncode == 7, done.stderr
     seen = ["2", "1", None, "image", "b 'c'", None, "/tmp"]
-    assert done.stdout == f"{seen} {[True, False, False, False, True, False]}\n"
+    rights = [["CapEff:", "0" * 16], ["NoNewPrivs:", "1"]]  # enroot has no option for rights: it drops all
+    assert done.stdout == f"{seen} {[True, False, False, False, True, False]} {rights}\n"
     assert [path.name for path in Path(place.results).iterdir()] == ["a"] and not Path("/tmp/e").exists()
     ends(site)
 

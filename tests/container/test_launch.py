@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -96,6 +97,38 @@ def test_status_and_files(start: Any, container_engine: Engine, tmp_path: Path) 
     made = (tmp_path / "made").stat()
     assert (made.st_uid, made.st_gid) == (os.getuid(), os.getgid())
     assert containers(container_engine) == []
+
+
+#: Stage that prints its rights and the number of the error of each refused write, or 0.
+RIGHTS = """
+import sys
+def write(path):
+    try:
+        open(path, "a").close()
+    except OSError as error:
+        return error.errno
+    return 0
+rights = [line.split() for line in open("/proc/self/status") if line.startswith(("CapEff", "NoNewPrivs"))]
+print(rights, [write(path) for path in sys.argv[1:]])
+"""
+
+
+@pytest.mark.parametrize("engine", ["podman", "podman-hpc"])
+def test_a_stage_has_no_rights_but_to_write_results(
+    engine: str, container_engine: Engine, cpu_image: str, tmp_path: Path
+) -> None:
+    """The kernel reports no capabilities and no new privileges, and refuses writes to the sources and the folder."""
+    (results := tmp_path / "results").mkdir()
+    site = Site(engine=engine, image=cpu_image, starter="direct", gpu=False)
+    place = ContainerMounts(str(tmp_path), SOURCES, os.getuid(), os.getgid(), (str(ROOT),), results=str(results))
+    paths = [f"{SOURCES}/dlscale/core/files.py", f"{tmp_path}/made", f"{results}/made"]
+    path = f"{STAND_INS}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    variables = [f"PATH={path}", f"PYTHONPATH={SOURCES}", "PODMANHPC_USE_DEFAULT_ARGS=false", "USER=tester"]
+    words = launch(site, place, Geometry())
+    printed = container_engine.run(["env", f"--chdir={tmp_path}", *variables, *words[:-2], "-c", RIGHTS, *paths])
+    told = f"{[['CapEff:', '0' * 16], ['NoNewPrivs:', '1']]} {[errno.EROFS, errno.EROFS, 0]}"
+    assert told in printed.splitlines(), printed
+    assert [path.name for path in tmp_path.iterdir()] == ["results"] and (results / "made").exists()
 
 
 def test_signals_reach_the_stage_by_name(start: Any, container_engine: Engine, tmp_path: Path) -> None:

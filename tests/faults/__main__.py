@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
-import hashlib
 import json
 import os
 import random
@@ -29,11 +28,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from tests import changed
 from tests.faults import kinds
 from tests.faults.kinds import FAULTS, Fault, Trial
 from tests.faults.tree import COMMANDS, Call, Tree, build
 
-ROOT = Path(__file__).resolve().parents[2]
+#: Paths whose changes begin a campaign anew.
+SOURCES = ("workflow_scripts", "rules", "Snakefile", "profiles", "tests/faults/tree.py")
 #: Outcomes of a trial, and whether the campaign accepts them.
 OUTCOMES = {
     "right": True,  # the repeated call gives the result
@@ -91,7 +92,7 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=900.0, help="seconds in which a call must end")
     args = parser.parse_args()
 
-    commit = _commit()
+    commit = changed.commit(*SOURCES)
     folder = args.work / commit
     if not (folder / "base/expected.json").exists():
         print(f"Building the study without faults in {folder}", flush=True)
@@ -277,18 +278,6 @@ def table(rows: list[dict[str, Any]]) -> str:
         cells = "  ".join(f"{counts[outcome]:{len(outcome)}}" for outcome in shown)
         lines.append(f"{kind:18} {sum(counts.values()):6}  {cells}")
     return "\n".join(lines)
-
-
-def _commit() -> str:
-    """Return the commit; with changes in the working tree, also a digest of the changes."""
-
-    def git(*words: str) -> str:
-        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-
-    changed = git("diff", "HEAD", "--", "workflow_scripts", "rules", "Snakefile", "profiles", "tests/faults/tree.py")
-    return git("rev-parse", "--short=12", "HEAD").strip() + (
-        f"+{hashlib.sha256(changed.encode()).hexdigest()[:6]}" if changed else ""
-    )
 
 
 def _read(log: Path) -> list[dict[str, Any]]:

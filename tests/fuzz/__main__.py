@@ -20,7 +20,6 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -37,7 +36,7 @@ import psutil
 import torch
 
 from dlscale.core.errors import UserError
-from tests.conftest import ROOT
+from tests import changed
 from tests.fuzz.readers import READERS
 
 #: Outcomes of a case.
@@ -162,8 +161,7 @@ def main() -> int:
         ((_, outcome, text, *_),) = server.run([args.only])
         print(f"{outcome}\n{text}\nkept: {server.copy}")
         return int(outcome in DEFECTS)
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    commit = changed.commit("workflow_scripts", "tests")
     log, folder, failed = args.log or args.work / "log.jsonl", args.work / str(os.getpid()), list[str]()
     columns = ["cases", "accepted", "refused", *DEFECTS, "s", "slowest, s", "peak, MiB"]
     table = [

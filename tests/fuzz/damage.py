@@ -226,10 +226,16 @@ FORMATS: dict[str, Callable[[Path, Random], None]] = {
     ".jsonl": _document(
         lambda text: [*map(json.loads, text.splitlines())], lambda rows: _table(map(json.dumps, rows), "")
     ),
-    **dict.fromkeys((".json", ".zarray", ".zattrs", ".zgroup", ".zmetadata"), _document(json.loads, json.dumps)),
+    **dict.fromkeys(
+        (".json", ".zarray", ".zattrs", ".zgroup", ".zmetadata", ".doing", ".window", "loader.", "status.", "report."),
+        _document(json.loads, json.dumps),
+    ),
     **dict.fromkeys((".yaml", ".cff"), _document(yaml.safe_load, functools.partial(yaml.safe_dump, sort_keys=False))),
     ".csv": _document(lambda text: [*csv.reader(text.splitlines())], lambda rows: _table(rows, ",")),
-    ".log": _document(lambda text: [line.split(" ") for line in text.splitlines()], lambda rows: _table(rows, " ")),
+    **dict.fromkeys(
+        (".log", ".folded", "timed.", "health.", "turns.", "printed"),
+        _document(lambda text: [line.split(" ") for line in text.splitlines()], lambda rows: _table(rows, " ")),
+    ),
     **dict.fromkeys((".npz", ".pt"), _zip),
     **dict.fromkeys((".h5", ".netcdf4", ".packed"), _hdf5),
     **{".npy": _npy, ".gz": _gzip, ".tfevents": _events, ".sqlite": _sqlite},

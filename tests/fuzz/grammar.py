@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import copy
+import difflib
 import functools
 import json
 import re
+import zlib
 from pathlib import Path
 from random import Random
 from typing import Any
+from unittest import mock
 
 import yaml
 
 from dlscale.config import resolve
 from dlscale.core.errors import UserError
 from dlscale.extensions.schema.reference import schema
-from tests.conftest import TINY
+from dlscale.preflight import run
+from tests.conftest import ROOT, TINY
 from tests.fuzz.damage import DEEP, TRAPS
 
 Node = dict[str, Any]
@@ -68,6 +74,10 @@ YAML_TRAPS = (
         "",
     ),
 )
+#: One of this number of accepted configurations is also planned by a dry run, which takes seconds.
+DRY_RUNS = 50
+#: Minimum similarity of keys (`difflib`) at which a message must suggest the right key.
+SIMILAR = 0.6
 #: Words of a message that states the expected value or the remedy.
 EXPECTATION = re.compile(
     r"expected|did you mean|valid keys|there (are|is)|need|must|remove|rename|choose|change|set |give|write|either|only"
@@ -139,19 +149,22 @@ def bases(folder: Path) -> None:
 
 def mistake(file: Path, other: bytes, random: Random) -> None:
     """Change a configuration in up to three places; note the changed keys in the file `changed` of its folder."""
-    raw = yaml.safe_load(file.read_text())
-    places = [_change(raw, random) for _ in range(random.choice([1, 1, 1, 2, 3]))]
+    raw, misspelt = yaml.safe_load(file.read_text()), dict[str, str]()
+    places = [_change(raw, misspelt, random) for _ in range(random.choice([1, 1, 1, 2, 3]))]
     text = yaml.safe_dump(raw, sort_keys=False, allow_unicode=True).replace(DEEP, "[" * 5_000)
     if random.random() < 0.25:
         found = [*re.finditer(r"(?<=: )[^\n|>]+$", text, re.MULTILINE)]
         start, end = random.choice(found).span()
-        text, places = text[:start] + random.choice(YAML_TRAPS) + text[end:], []
+        text, places, misspelt = text[:start] + random.choice(YAML_TRAPS) + text[end:], [], {}
     file.write_bytes(text.encode("latin-1" if text.isascii() or random.random() < 0.02 else "utf-8", "surrogatepass"))
-    (file.parent / "changed").write_text(json.dumps([places, file.name]))
+    (file.parent / "changed").write_text(json.dumps([places, misspelt, file.name]))
 
 
-def _change(raw: Node, random: Random) -> list[str]:
-    """Change a value or key, which the schema chooses; return the names of the changed keys."""
+def _change(raw: Node, misspelt: dict[str, str], random: Random) -> list[str]:
+    """Change a value or key, which the schema chooses; return the names of the changed keys.
+
+    Note a misspelt key of the schema, with the right key, in `misspelt`.
+    """
     models, node, holder, key, keys = _schema()["$defs"], _schema(), raw, "", list[str]()
     while True:
         while "$ref" in node or "anyOf" in node:
@@ -178,6 +191,7 @@ def _change(raw: Node, random: Random) -> list[str]:
                 [key[:at] + key[at + 1 :], key[:at] + "e" + key[at:], key.replace("_", ""), key + "s"]
             )
             holder[wrong] = holder.pop(key, sample(node, models, random))
+            misspelt |= {wrong: key} if inner and wrong not in inner else {}
             return [*keys[:-1], wrong]
         case 5:
             holder.pop(key, None)
@@ -189,10 +203,12 @@ def _change(raw: Node, random: Random) -> list[str]:
 
 
 def load(folder: Path) -> None:
-    """Resolve a configuration; an error must name a changed key or a line, and the expected value or the remedy."""
-    places, name = (
-        json.loads((folder / "changed").read_text()) if (folder / "changed").exists() else ([], "mnist_cnn.yaml")
-    )
+    """Resolve a configuration; an error must name a changed key or a line, and the expected value or the remedy.
+
+    For an unknown key, the error must suggest the right key, or a key that is as similar.
+    """
+    default = [[], {}, next(folder.glob("*.yaml")).name]
+    places, misspelt, name = json.loads((folder / "changed").read_text()) if (folder / "changed").exists() else default
     try:
         resolved(folder / name)
     except UserError as error:
@@ -200,9 +216,37 @@ def load(folder: Path) -> None:
         known = ["line ", "no plan", "no dataset", *(key for keys in places for key in keys[1:] or keys)]
         if (places and not any(key in text for key in known)) or not EXPECTATION.search(text):
             raise AssertionError(f"changed {places}; unclear: {text[:1500]}") from None
+        for wrong, right in misspelt.items():
+            lines = [line for line in text.splitlines() if f"unknown key '{wrong}'" in line]
+            near = re.findall(r"did you mean (.*?)\?\)", "".join(lines))
+            found = [name.rpartition(".")[2] for name in re.findall(r"'(.*?)'", " ".join(near))]
+            if lines and _similarity(wrong, right) > max([SIMILAR, *(_similarity(wrong, each) for each in found)]):
+                raise AssertionError(f"{wrong} instead of {right}: not suggested: {text[:1500]}") from None
         raise
 
 
+def planned(folder: Path) -> None:
+    """Resolve a configuration; for a fraction of the accepted configurations, also make a dry run of the workflow."""
+    load(folder)
+    file = max(folder.glob("*.yaml"), key=lambda file: file.stat().st_mtime_ns)
+    if zlib.crc32(file.read_bytes()) % DRY_RUNS:
+        return
+    work = folder.parent / "work"
+    work.mkdir(exist_ok=True)
+    for name in ("Snakefile", "rules", "profiles", "workflow_scripts", "config.yaml"):
+        (work / name).unlink(missing_ok=True)
+        (work / name).symlink_to(ROOT / name)
+    with contextlib.chdir(work):
+        status, said, _ = run.dry_run([], argparse.Namespace(profile=None, configfile=[str(file)], config=None))
+    assert "Traceback" not in said and (not status or EXPECTATION.search(said)), said[-3000:]
+    if status:
+        raise UserError(said)
+
+
+def _similarity(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, other, one).ratio()
+
+
 def resolved(path: Path) -> None:
-    resolve.study_files = _studies
-    resolve.load_files(path)
+    with mock.patch.object(resolve, "study_files", _studies):
+        resolve.load_files(path)

@@ -52,7 +52,7 @@ from dlscale.train.provenance import Provenance
 from dlscale.train.weight_files import read_weights
 from tests import test_report
 from tests.conftest import ERA5, ERA5_RUN, ROOT, make_dataset, make_run, train
-from tests.fuzz import grammar
+from tests.fuzz import grammar, notes
 from tests.fuzz.damage import damage
 from tests.raw_files import cosmo, era5, published, volume, write_volume, write_years
 from tests.test_blind import MODEL
@@ -360,7 +360,7 @@ def _cosmo(kind: str) -> Settings:
 
 #: All readers, by name; the slowest reader comes last.
 READERS: dict[str, Reader] = {
-    "configurations": Reader(grammar.bases, grammar.load, "*.yaml", grammar.mistake),
+    "configurations": Reader(grammar.bases, grammar.planned, "*.yaml", grammar.mistake),
     "settings": Reader(_settings, settings),
     "records": Reader(_records, records),
     "records of a training": Reader(_trained, _of_training, "*.json*"),
@@ -399,5 +399,17 @@ READERS: dict[str, Reader] = {
         f"arrays{end}": Reader(_arrays, paired("starter", "arrays", ("input", "target"), end), f"*{end}")
         for end in ENDS
     },
+    "mirrors": Reader(notes.make_mirrors, notes.mirrored, "**/*.[nj]*"),
+    "steps": Reader(notes.make_program, notes.measured, "steps/timed.*"),
+    "health notes": Reader(notes.make_program, notes.measured, "steps/health.*"),
+    "loader notes": Reader(notes.make_program, notes.measured, "steps/loader.*"),
+    "profiled window": Reader(notes.make_program, notes.measured, "steps/torch.*"),
+    "py-spy stacks": Reader(notes.make_program, notes.measured, "profile/*"),
+    "losses of earlier tries": Reader(notes.make_earlier, notes.resumed, "*.json"),
+    "printed losses": Reader(notes.make_earlier, notes.resumed, "steps/printed"),
+    "replayed turns": Reader(notes.make_turns, notes.turns),
+    "hang reports": Reader(notes.make_hang, notes.hung, "steps/*"),
+    "findings of hangs": Reader(notes.make_hang, notes.hung, "results/**/*.*"),
+    "progress": Reader(notes.make_progress, notes.shown, "**/*.*"),
     "results": Reader(_results, page, "**/*.[jyc]*"),
 }

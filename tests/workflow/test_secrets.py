@@ -6,6 +6,7 @@ import base64
 import contextlib
 import functools
 import http.server
+import json
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,9 +17,12 @@ import pytest
 
 from tests.conftest import TINY, served
 from tests.test_mnist import files
+from tests.test_redact import SECRETS, S
 from tests.workflow.conftest import Tree
 
 PASSWORD, TOKEN, OTHER = "pa55-of-a-user", "t0ken-of-a-user", "an0ther-value"
+#: First part of the secrets in `kinds`.
+KIND = "0ne-kind-"
 LOGIN = f"Basic {base64.b64encode(f'me:{PASSWORD}'.encode()).decode()}"
 
 
@@ -52,7 +56,7 @@ def guarded(tmp_path: Path) -> Iterator[tuple[str, list[str]]]:
 
 
 def _with_secrets(text: bytes) -> bool:
-    return any(word.encode() in text for word in (PASSWORD, TOKEN, OTHER, LOGIN.split()[1]))
+    return any(word.encode() in text for word in (PASSWORD, TOKEN, OTHER, LOGIN.split()[1], KIND))
 
 
 def _files_with_secrets(tree: Tree) -> list[Path]:
@@ -132,10 +136,26 @@ def test_only_downloads_get_secrets(make_tree: Callable[..., Tree], guarded: tup
     assert _files_with_secrets(tree) == []
 
 
+def kinds() -> tuple[list[str], dict[str, str], dict[str, Any]]:
+    """Return words, variables and values with all kinds of `SECRETS`; each kind has a secret of its own."""
+    words, variables, values = list[str](), dict[str, str](), dict[str, Any]()
+    for number, given in enumerate(SECRETS.values()):
+        own = json.loads(json.dumps(given).replace(S, f"{KIND}{number}"))
+        if isinstance(own, list):
+            words += own
+        elif "values" in own:
+            values |= own["values"]
+        else:
+            variables |= own
+    return [*words, *(f"{{{name}}}" for name in values)], variables, values
+
+
 #: Program that trains only if it gets its secrets.
 NEEDY = """
-import os, sys
-token, at = sys.argv[2:]
+import json, os, sys
+token, at = sys.argv[2:4]
+words, variables = json.loads({3!r})
+assert sys.argv[4:] == words and variables.items() <= os.environ.items()
 assert (os.environ["WANDB_API_KEY"], token, at.partition("//")[2]) == ("{0}", "{1}", "me:{0}@h.example/x?sig={1}")
 assert "{2}" in os.environ["NOTES"] and not [name for name in os.environ if name.startswith("DLSCALE_U")]
 for k in range(9):
@@ -147,13 +167,24 @@ print("val loss 0.25")
 @pytest.mark.slow  # test_redact and test_config cover the parts of this test
 def test_secrets_of_a_program_reach_it_and_no_file(make_tree: Callable[..., Tree], tmp_path: Path) -> None:
     script = tmp_path / "needy.py"
-    script.write_text(NEEDY.format(PASSWORD, TOKEN, OTHER))
+    words, variables, values = kinds()
+    given = [str(each) for value in values.values() for each in (value if isinstance(value, list) else [value])]
+    known = {name: text for name, text in variables.items() if name != "WANDB_API_KEY"}
+    assert len(SECRETS) > 30 and len(known) == 10
+    script.write_text(NEEDY.format(PASSWORD, TOKEN, OTHER, json.dumps([[*words[: -len(values)], *given], known])))
 
     def config(password: str) -> dict[str, Any]:
         program = {
-            "command": ["python", str(script), "--token", "{tok}", f"https://me:{password}@h.example/x?sig={TOKEN}"],
-            "environment": {"WANDB_API_KEY": password, "NOTES": f"password={OTHER}"},
-            "values": {"tok": TOKEN},
+            "command": [
+                "python",
+                str(script),
+                "--token",
+                "{tok}",
+                f"https://me:{password}@h.example/x?sig={TOKEN}",
+                *words,
+            ],
+            "environment": {**known, "WANDB_API_KEY": password, "NOTES": f"password={OTHER}"},
+            "values": {"tok": TOKEN, **values},
             "rate": "nersc",
             "losses": {r"val loss (\S+)": "loss/valid"},
         }
@@ -181,5 +212,5 @@ def test_secrets_of_a_program_reach_it_and_no_file(make_tree: Callable[..., Tree
     tree.config = config("a-new-" + PASSWORD)
     tree.write()
     assert tree.planned(targets=["all"]).names == [], "a new token must not rerun the program"
-    told = tree.snakemake("-n", "--cores", "1", "--config", f"plans={tree.config['plans']}", "--", "all")
+    told = tree.snakemake("-n", "--cores", "1", "--config", f"plans={json.dumps(tree.config['plans'])}", "--", "all")
     assert told.status == 2 and "--config: a secret" in told.output

@@ -17,6 +17,8 @@ KEYS = (
     *("cuda_graph", "memory_format", "attention", "accumulation_steps", "activation_checkpointing", "threads"),
     *("geometry", "parallel", "program"),
 )
+#: Switches that affect the time of a step; false and absent are equal, so digests of older versions stay valid.
+SWITCHES = ("keep_norms_fp32",)
 #: Keys of these sections that do not affect the time of a step.
 WITHOUT = {
     "optimizer": ("lr", "betas", "eps"),
@@ -31,7 +33,7 @@ WHETHER = {"optimizer": ("weight_decay", "momentum", "clip_norm")}
 def compute_settings(run: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings in a run's `config.yaml` that decide how long a step takes."""
     settings = {}
-    for key in KEYS:
+    for key in (*KEYS, *(key for key in SWITCHES if run.get(key))):
         value = run.get(key)
         if isinstance(value, Mapping):
             value = {part: kept for part, kept in value.items() if part not in WITHOUT.get(key, ())}

@@ -82,6 +82,16 @@ OF_RUNS: tuple[Law, ...] = (
         "optimizer.kind sgd or precision fp16_master",
     ),
     (
+        lambda run: run.loss_scale is not None and run.precision not in ("fp16", "fp16_master"),
+        "loss_scale and precision {its.precision}: only fp16 and fp16_master scale the loss; remove loss_scale, or use "
+        "one of these precisions",
+    ),
+    (
+        lambda run: run.keep_norms_fp32 and not run.precision.endswith("_pure"),
+        "keep_norms_fp32 and precision {its.precision}: only fp16_pure and bf16_pure have normalisation in 16 bits; "
+        "remove keep_norms_fp32, or use one of these precisions",
+    ),
+    (
         lambda run: run.precision.startswith("fp8") and "float8" not in registry.table("PROVIDES"),
         "precision {its.precision}: needs dlscale's extension fp8, which is not installed; use precision bf16",
     ),
@@ -164,6 +174,11 @@ OF_RUNS: tuple[Law, ...] = (
         lambda run: run.parallel.kind == "fsdp" and run.precision.endswith("_master"),
         "precision {its.precision} and parallel.kind fsdp: fsdp keeps float32 weights itself; use precision bf16 with "
         "parallel.param_dtype bf16",
+    ),
+    (
+        lambda run: run.keep_norms_fp32 and run.parallel.kind == "fsdp",
+        "keep_norms_fp32 and parallel.kind fsdp: fsdp shards weights of a single number format; remove "
+        "keep_norms_fp32, or use ddp",
     ),
     (
         lambda run: (

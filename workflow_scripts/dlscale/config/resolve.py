@@ -26,7 +26,7 @@ from dlscale.config.site import Site
 from dlscale.config.workflow import BLOCKS, Plan, Workflow, workflow_class
 from dlscale.core import registry
 from dlscale.core.errors import Refused, UserError, cut, nearest, unknown
-from dlscale.core.machine import NEEDS, gpus, missing
+from dlscale.core.machine import NEEDS, gpus, has_package, missing
 from dlscale.core.redact import redact_programs
 from dlscale.core.schema import MAX_SEED, Name, Strict
 from dlscale.core.settings import Raw, holds, read_yaml, validate
@@ -431,10 +431,16 @@ class _Resolver:
         self._runs: dict[RunKey, Run] = {}
         self._open: list[RunKey] = []
         self._skipped_runs: dict[str, dict[str, str]] = {}
-        site = workflow.site
-        self._provided = site.provides if site.engine != "none" else None
+        site, contained = workflow.site, workflow.site.engine != "none"
         #: Number of GPUs of this machine, for the check in `_gpus`; 0 (no check) if runs may start on other nodes.
         self._here = 0 if site.scheduler or site.start else gpus()
+        #: Requirements that are met; None: those that this machine meets. Without containers, runs on this machine use
+        #: its hardware, and runs on other nodes use this Python, whose packages are checked here.
+        self._provided = (
+            [need for need in site.provides if contained or has_package(need)]
+            if site.provides is not None and (contained or site.scheduler or site.start)
+            else None
+        )
 
     def run(self, plan: str, name: str) -> ResolvedRun:
         owner, layers = self.layers(plan, name)

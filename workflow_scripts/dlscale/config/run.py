@@ -532,6 +532,17 @@ class RunCore(Lawful):
         "and fp16_master scale the loss. fp8, fp8_rowwise: bf16, and linear layers in 8 bits, scaled by "
         "tensor or by row; needs torchao and an H100, L40 or newer.",
     )
+    loss_scale: PositiveFloat | None = Field(
+        None,
+        description="Constant factor of the loss for precision fp16 and fp16_master, such as 128. Absent: the factor "
+        "begins at 65536, is halved after a step whose gradients overflow, and is doubled after 2000 steps. Steps "
+        "whose gradients overflow are left out in both cases.",
+    )
+    keep_norms_fp32: bool = Field(
+        False,
+        description="Keep weights, statistics and computation of normalisation layers in 32 bits, for precision "
+        "fp16_pure and bf16_pure; the other precisions always do this.",
+    )
     compile: Compile = Compile()
     cuda_graph: bool = Field(
         False, description="Record the complete step as a CUDA graph, and replay this graph; needs a GPU."

@@ -291,8 +291,9 @@ class Site(Lawful):
     )
     provides: list[Literal[tuple(NEEDS)]] | None = Field(  # type: ignore[valid-type]
         None,
-        description="With containers: requirements (`needs` of runs) that the image or its node meets. Absent: the "
-        "requirements that this machine meets.",
+        description="With containers: requirements (`needs` of runs) that the image or its node meets. On other nodes "
+        "without containers: requirements that the nodes meet; the packages of dali and fp8 must also be installed "
+        "here. Absent: the requirements that this machine meets.",
     )
     mounts: dict[Path_, Annotated[Path_, AfterValidator(_target)]] = Field(
         {},

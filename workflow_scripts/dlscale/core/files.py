@@ -164,13 +164,16 @@ def read_json(path: str | os.PathLike[str]) -> Any:
     Raise a `UserError` if it is missing or invalid, or has NaN or infinities.
     """
 
-    def finite(number: str) -> float:
-        if not math.isfinite(found := float(number)):
-            raise ValueError(f"{number} is not a valid JSON number")
-        return found
+    def finite(number: str) -> Any:
+        # Longer numbers are damaged; their arithmetic with decimal fractions would overflow.
+        if len(number) > 60 or not math.isfinite(found := float(number)):
+            raise ValueError(f"{number[:60]} is not a valid JSON number")
+        return int(number) if number.lstrip("-").isdecimal() else found
 
     try:
-        return json.loads(no_pipe(path).read_text(encoding="utf-8"), parse_constant=finite, parse_float=finite)
+        return json.loads(
+            no_pipe(path).read_text(encoding="utf-8"), parse_constant=finite, parse_float=finite, parse_int=finite
+        )
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; run the stage that writes it first") from None
     except (OSError, ValueError, RecursionError) as error:

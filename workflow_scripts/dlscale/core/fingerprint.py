@@ -104,10 +104,10 @@ def remember(path: Path) -> None:
     Parsing all sources takes seconds. An invalid or outdated cache file is ignored.
     """
     version = hashlib.sha256(Path(__file__).read_bytes()).hexdigest() + json.dumps(registry.PLACES) + sys.version
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         kept = json.loads(path.read_text(encoding="utf-8"))
         if kept["version"] == version and len(kept["parsed"]) < 10_000:  # an entry has 0.8 kB
-            _PARSED.update(kept["parsed"])
+            _PARSED.update({key: (str(a), str(b), [*map(str, c)]) for key, (a, b, c) in kept["parsed"].items()})
     before = len(_PARSED)
 
     def write() -> None:

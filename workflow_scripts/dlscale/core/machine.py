@@ -183,27 +183,29 @@ def _compiler() -> bool:
     return bool(shutil.which(compiler)) and Path(sysconfig.get_path("include"), "Python.h").exists()
 
 
-def _dali() -> bool:
-    return bool(importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.dali"))
+def has_package(need: str) -> bool:
+    """Return whether the package of a requirement, if any, is installed."""
+    name = {"dali": "nvidia.dali", "fp8": "torchao"}.get(need, "sys")
+    return bool(importlib.util.find_spec(name.partition(".")[0]) and importlib.util.find_spec(name))
 
 
 def _bf16() -> bool:
-    cpuinfo = Path("/proc/cpuinfo")
-    return cpuinfo.exists() and bool({"avx512_bf16", "amx_bf16", "bf16"} & set(cpuinfo.read_text().split()))
+    return bool({"avx512_bf16", "amx_bf16", "bf16"} & set(text_of(Path("/proc/cpuinfo")).split()))
 
 
 def _fp8() -> bool:
     # Queries the first GPU: the GPUs of a node are of one model.
-    found = nvml(lambda driver: driver.nvmlDeviceGetCudaComputeCapability(driver.nvmlDeviceGetHandleByIndex(0)))
-    return bool(found) and tuple(found) >= (8, 9)
+    return has_package("fp8") and tuple(
+        nvml(lambda driver: driver.nvmlDeviceGetCudaComputeCapability(driver.nvmlDeviceGetHandleByIndex(0))) or ()
+    ) >= (8, 9)
 
 
 #: Requirements by name in a run's `needs`, each with a description and a function that checks this machine.
 NEEDS: dict[str, tuple[str, Callable[[], bool]]] = {
     "compiler": ("a C++ compiler (g++) and Python's headers (python3-dev)", _compiler),
-    "dali": ("NVIDIA DALI (pip install 'dlscale[dali]')", _dali),
+    "dali": ("NVIDIA DALI (pip install 'dlscale[dali]')", lambda: has_package("dali")),
     "bf16": ("a processor with bfloat16 instructions", _bf16),
-    "fp8": ("a GPU with FP8 matrix products: L40, H100 or newer", _fp8),
+    "fp8": ("a GPU with FP8 matrix products (L40, H100 or newer) and torchao (pip install 'dlscale[fp8]')", _fp8),
 }
 
 

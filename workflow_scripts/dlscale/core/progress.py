@@ -44,7 +44,7 @@ class StageStatus(Record):
     place: str = Field(default_factory=lambda: place())  #: Scope of `pid`: host and, on Linux, PID namespace.
     pid: int = Field(default_factory=os.getpid)
     job: str | None = Field(default_factory=lambda: os.environ.get("SLURM_JOB_ID"))  #: Job id of Slurm.
-    time: float = Field(default_factory=time.time)  #: Time of writing, seconds since 1970-01-01 UTC.
+    time: float = Field(default_factory=time.time, ge=0, le=1e11)  #: Time of writing, seconds since 1970-01-01 UTC.
 
 
 @contextlib.contextmanager
@@ -176,7 +176,7 @@ def job_seconds(benchmark: str | Path) -> float | None:
     Return None if the file is missing or damaged.
     """
     try:
-        return float(read_text(benchmark).splitlines()[1].split("\t")[0])
+        return float(re.findall(r"^\d{1,9}(?:\.\d*)?(?=\t|$)", read_text(benchmark).splitlines()[1])[0])
     except (OSError, IndexError, ValueError, UserError):
         return None
 

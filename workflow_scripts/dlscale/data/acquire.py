@@ -148,7 +148,7 @@ class _Partial:
         with contextlib.suppress(UserError, OSError, KeyError, TypeError):  # the note is missing or invalid
             note = files.read_json(self._note)
             if note["address"] == urls.hidden(self._url) and note["version"]:
-                return self.path.stat().st_size, note["version"]
+                return self.path.stat().st_size, str(note["version"])
         return 0, ""
 
     def _take(self, response: requests.Response, offset: int, version: str) -> None:

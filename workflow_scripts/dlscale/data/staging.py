@@ -192,10 +192,9 @@ def remember(manifest: Manifest, files: Sequence[File]) -> None:
 
 def read_record(record: Path) -> dict[str, Any]:
     """Return path → `file_state` of each verified file; an unreadable record counts as empty."""
-    found = {}
-    with contextlib.suppress(UserError):
-        found = read_json(record)
-    return found if isinstance(found, dict) else {}
+    with contextlib.suppress(UserError, AttributeError):
+        return {path: state for path, state in read_json(record).items() if isinstance(state, list) and len(state) == 4}
+    return {}
 
 
 def _seen(manifest: Manifest, file: File) -> list[Any]:

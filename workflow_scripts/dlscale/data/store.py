@@ -182,14 +182,15 @@ def check_values(values: h5py.Dataset) -> None:
             f"{where} has the attribute _Unsigned ({sign}), which dlscale does not apply; store the values with their "
             "true type, e.g. uint8 instead of int8"
         )
-    for name in ("scale_factor", "add_offset", "_FillValue", "missing_value", "valid_min", "valid_max", "valid_range"):
-        given = np.asarray(values.attrs.get(name, math.nan)).ravel()[:1]
-        if (
-            given.dtype.kind in "iuf"
-            and given.size
-            and np.isfinite(given[0])
-            and given[0] != {"scale_factor": 1, "add_offset": 0}.get(name)
-        ):
+    plain = {"scale_factor": 1, "add_offset": 0}
+    for name in (*plain, "_FillValue", "missing_value", "valid_min", "valid_max", "valid_range"):
+        given = [
+            each
+            for each in np.ravel(values.attrs.get(name, math.nan))
+            if (isinstance(each, np.number) and np.isfinite(each) and each != plain.get(name))
+            or (isinstance(each, str | bytes) and name in plain)
+        ]
+        if given:
             raise UserError(
                 f"{where} has the attribute {name} ({given[0]}), which dlscale does not apply; write unpacked values, "
                 "with NaN for missing values, or delete the attribute if all values are plain"

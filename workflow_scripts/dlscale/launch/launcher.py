@@ -257,6 +257,7 @@ def container_command(
         return [
             *(*SUPERVISOR, *(f"--env={name}" for name in variables)),
             *("apptainer", "exec", "--cleanenv", "--no-home"),
+            "--no-privs",  # else root would have all capabilities; enroot and Shifter drop all users' rights themselves
             *(["--nv"] if gpu else []),
             *(word for bind in binds for word in ("--bind", bind)),
             *(word for item in environment.items() if item[0] != "HOME" for word in ("--env", "=".join(item))),

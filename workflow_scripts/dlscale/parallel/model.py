@@ -158,7 +158,7 @@ class ModelParallel:
         last.register_forward_hook(lambda module, inputs, output: self._unite(output))
         if self._tp:
             for module in named(model, self._sharding.gather).values():
-                module.register_forward_pre_hook(lambda module, inputs: (self._gather(inputs[0]),))
+                module.register_forward_pre_hook(lambda module, inputs: (self._gather(inputs[0]), *inputs[1:]))
         if self._cp or self._each * self.parts != self._sharding.tokens:
             for module in named(model, self._sharding.attend).values():
                 module.register_forward_pre_hook(lambda module, inputs: self._keys_and_values(*inputs))
@@ -186,11 +186,11 @@ class ModelParallel:
             x_BNE = x_BNE.to(torch.get_autocast_dtype(kind))
         return _gathered(x_BNE, self._tp, TOKENS, Partial())
 
-    def _keys_and_values(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return this device's queries (unchanged), and the keys and values of all tokens, without padding."""
+    def _keys_and_values(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> tuple[Any, ...]:
+        """Return this device's queries (unchanged), the keys and values of all tokens, without padding, and `rest`."""
         if self._cp:
             k, v = (_gathered(x, self._cp, TOKENS_OF_HEADS, Partial()) for x in (k, v))
-        return q, *(x.narrow(TOKENS_OF_HEADS, 0, self._sharding.tokens) for x in (k, v))
+        return q, *(x.narrow(TOKENS_OF_HEADS, 0, self._sharding.tokens) for x in (k, v)), *rest
 
     # ---- random numbers --------------------------------------------------------------------------
 

@@ -21,7 +21,10 @@ class Sharding:
     tokens: int = 0  #: Number of tokens, N.
     first: str = ""  #: Module that returns all tokens; devices divide the tokens after this module.
     last: str = ""  #: Module that computes one output per token; devices gather the outputs after this module.
-    gather: Sequence[str] = ()  #: Modules that contain `columns` and `rows`; tokens are gathered before these modules.
+    #: Modules that contain `columns` and `rows`; the tokens in their first argument are gathered before these modules.
+    gather: Sequence[str] = ()
     columns: Sequence[str] = ()  #: Linear layers sharded by outputs: each device computes some of the outputs.
     rows: Sequence[str] = ()  #: Linear layers sharded by inputs (outputs of `columns`); partial outputs are summed.
-    attend: Sequence[str] = ()  #: Modules that take queries, keys and values [B, heads, N, head dimension].
+    #: Modules that take queries, keys and values [B, heads, N, head dimension]. Further arguments, such as a mask of
+    #: keys, are about all tokens, without an axis of queries.
+    attend: Sequence[str] = ()

@@ -265,10 +265,10 @@ class Gradients:
         self.loss_weight = model.loss_weight if model else 1.0  #: weight of this device's loss
         #: Process groups of devices with different shards, by kind: `tp` for tensor-parallel layers, `fsdp` for all
         #: weights.
-        self._groups: dict[str, Any] = {"tp": model.tp_group} if model and model.tp_group else {}
+        self.groups: dict[str, Any] = {"tp": model.tp_group} if model and model.tp_group else {}
         for p in parameters.values():
             if isinstance(p, DTensor):
-                self._groups["fsdp"] = p.device_mesh.get_group("shard")
+                self.groups["fsdp"] = p.device_mesh.get_group("shard")
 
     def complete(self) -> None:
         """Sum the gradients of unsharded parameters over the tensor-parallel devices."""
@@ -289,7 +289,7 @@ class Gradients:
             if p.grad is not None:
                 (cut if name in cuts else uncut).append(p.grad)
         squares = torch.stack([_square_sum(each, self._world.device) for each in (uncut, cut)])
-        for kind, group in self._groups.items():
+        for kind, group in self.groups.items():
             dist.all_reduce(squares if kind == "fsdp" else squares[1:], group=group)
         norm = squares.sum().sqrt()
         gradients = [*uncut, *cut]
@@ -314,10 +314,6 @@ class Gradients:
         if agreed and self._world.size > 1:
             dist.all_reduce(self.bad, dist.ReduceOp.MAX)
 
-    def scaler(self, enabled: bool) -> _Scaler:
-        """Return the loss scaler; after an overflow on one device, all devices that share the model skip the update."""
-        return _Scaler(self._world.device.type, [*self._groups.values()], enabled)
-
 
 def _square_sum(gradients: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     if not gradients:
@@ -325,10 +321,14 @@ def _square_sum(gradients: list[torch.Tensor], device: torch.device) -> torch.Te
     return torch.stack(torch._foreach_norm(gradients, 2.0, torch.float32)).square().sum().to(device)
 
 
-class _Scaler(torch.amp.GradScaler):
-    def __init__(self, device: str, groups: Sequence[Any], enabled: bool) -> None:
-        super().__init__(device, enabled=enabled)
-        self._groups = groups
+class Scaler(torch.amp.GradScaler):
+    """Loss scaler; after an overflow on one device, all devices that share the model skip the update."""
+
+    def __init__(self, gradients: Gradients, enabled: bool, scale: float | None = None) -> None:
+        super().__init__(gradients.bad.device.type, scale or 2.0**16, enabled=enabled)
+        for set_factor in (self.set_growth_factor, self.set_backoff_factor) if scale else ():
+            set_factor(1.0)
+        self._groups = [*gradients.groups.values()]
         self.left_out: torch.Tensor | None = None  #: 1 to skip the update even if no gradient overflowed, float32 []
 
     def _unscale_grads_(self, *arguments: Any, **options: Any) -> dict[torch.device, torch.Tensor]:

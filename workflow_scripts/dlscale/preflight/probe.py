@@ -13,12 +13,12 @@ from typing import Literal
 
 from dlscale.config.dataset import DatasetSettings
 from dlscale.core.errors import UserError
-from dlscale.core.files import read_json
 from dlscale.core.paths import Results
 from dlscale.core.settings import flat
 from dlscale.core.text import duration, size
 from dlscale.data import parts
 from dlscale.data.kind import DatasetKind
+from dlscale.data.manifest import Manifest
 
 Status = Literal["ok", "warn", "FAIL", "skip"]
 
@@ -50,12 +50,11 @@ def probe_raw(name: str, dataset: DatasetSettings, results: Path) -> Finding | N
     """Check a dataset's raw files, if they are still needed or watched for changes; return None without a problem."""
     manifest, kind = Path(Results(results).manifest(name)), parts.kind_of(dataset)
     made, settings = manifest.is_file(), dataset.model_dump(mode="json")
-    read_once = made and kind.acquirer(dataset) is not None
-    watched = type(kind).look is not DatasetKind.look
+    read_once, watched = made and kind.acquirer(dataset) is not None, type(kind).look is not DatasetKind.look
     try:
         if (read_once and not watched) or not (trouble := _trouble(dataset)):
             return None
-        origin = read_json(manifest).get("provenance", {}) if made else {}
+        origin = Manifest.read(manifest).provenance if made else {}
     except UserError as error:  # the settings do not yield file names, or the manifest is damaged
         return Finding(f"data {name}", "FAIL", str(error))
     path, problem = trouble

@@ -135,8 +135,10 @@ class Datasets:
             return list(stamp(path))
         manifest = Path(self.context.paths.manifest(name))
         known = read_json(manifest) if manifest.is_file() else {}
-        found: list[int] | None = known.get("provenance", {}).get("raws", {}).get(raw.origin)
-        return found
+        # The manifest may be damaged.
+        made = known.get("provenance") if isinstance(known, dict) else None
+        raws = made.get("raws") if isinstance(made, dict) else None
+        return raws.get(raw.origin) if isinstance(raws, dict) else None
 
     def preprocess_params(self, wildcards: Wildcards) -> Params:
         dataset = self.context.dataset(wildcards)

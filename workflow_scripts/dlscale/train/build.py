@@ -118,7 +118,7 @@ def assemble(
     scores: SampleLoss | None = None,
 ) -> Step:
     """Return the uncompiled step of a model that is already on its device and in its memory format."""
-    exact = convert(model, run.precision)
+    exact = convert(model, run.precision, run.keep_norms_fp32)
     if run.precision.startswith("fp8"):
         registry.provided("float8", None)(model, run.precision)
     # 4. Wrap model and loss, so that gradients are averaged over the data-parallel ranks.

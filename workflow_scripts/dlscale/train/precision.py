@@ -10,8 +10,8 @@ The formats, with their names in Apex (https://nvidia.github.io/apex/amp.html):
 `fp8`, `fp8_rowwise`            –     as `bf16`, with linear layers in 8 bits (extension `fp8`)
 ==============================  ====  =============================================================================
 
-`fp16` and `fp16_master` scale the loss, because small gradients would become zero in float16. Except in O3,
-normalisation stays in float32. The loss is always in float32, because it is a long sum.
+`fp16` and `fp16_master` scale the loss, because small gradients would become zero in float16. Normalisation stays in
+float32; in O3 only with `keep_norms_fp32`. The loss is always in float32, because it is a long sum.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def check_channels_last(model: nn.Module) -> None:
             )
 
 
-def convert(model: nn.Module, precision: str) -> dict[str, torch.Tensor]:
+def convert(model: nn.Module, precision: str, keep_norms: bool = False) -> dict[str, torch.Tensor]:
     """Convert a model to the format of `precision`, in place, and return its master weights by name.
 
     Master weights are the exact values of all rounded parameters. Precisions without master weights return an empty
@@ -127,8 +127,13 @@ def convert(model: nn.Module, precision: str) -> dict[str, torch.Tensor]:
     """
     dtype, master = weight_dtype(precision), precision.endswith("_master")
     exact = {name: p.detach().clone() for name, p in model.named_parameters()} if master else {}
-    if dtype != torch.float32:
-        _convert(model, dtype, keep_norms=master)
+    for module in model.modules() if dtype != torch.float32 else ():
+        if (master or keep_norms) and isinstance(module, nn.LayerNorm | nn.GroupNorm | _BatchNorm):
+            module.register_forward_pre_hook(lambda module, inputs: tuple(x.float() for x in inputs))
+            module.register_forward_hook(lambda module, inputs, output: output.to(dtype))
+        else:
+            for value in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                value.data = value.data.to(dtype) if value.is_floating_point() else value.data
     named = dict(model.named_parameters())
     return {name: value for name, value in exact.items() if named[name].dtype == dtype}
 
@@ -233,13 +238,3 @@ def gathered(shards: Mapping[str, Shard], keep: bool = True) -> dict[str, torch.
             value = value.float() if value.is_floating_point() else value
             state[name] = value.cpu() if each.cuts else value  # all gathered tensors may not fit on a device
     return state
-
-
-def _convert(model: nn.Module, dtype: torch.dtype, keep_norms: bool) -> None:
-    for module in model.modules():
-        if keep_norms and isinstance(module, nn.LayerNorm | nn.GroupNorm | _BatchNorm):
-            module.register_forward_pre_hook(lambda module, inputs: tuple(x.float() for x in inputs))
-            module.register_forward_hook(lambda module, inputs, output: output.to(dtype))
-        else:
-            for value in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-                value.data = value.data.to(dtype) if value.is_floating_point() else value.data

@@ -20,7 +20,7 @@ from dlscale.core.ranges import mark, patience
 from dlscale.data.samples import samples_in, tree_leaves, tree_map
 from dlscale.parallel.model import ModelParallel
 from dlscale.parallel.shards import Shard
-from dlscale.parallel.strategy import Gradients, Strategy
+from dlscale.parallel.strategy import Gradients, Scaler, Strategy
 from dlscale.studies.base import SampleLoss
 from dlscale.train.attention import Context
 from dlscale.train.precision import SCALED, Weights, autocast, weight_dtype
@@ -106,7 +106,7 @@ class Step:
         self.divided = divided  #: tensor and context parallelism of the model, if any
         self.weights, self.model, self.network, self.strategy = weights, weights.model, network, strategy
         self.device, self.attention = strategy.world.device, attention
-        self.optimizer, self.scaler = optimizer, gradients.scaler(run.precision in SCALED)
+        self.optimizer, self.scaler = optimizer, Scaler(gradients, run.precision in SCALED, run.loss_scale)
         self._gradients, self._accumulation = gradients, run.accumulation_steps
         #: Whether a loss or update was NaN or infinite: 0 or 1, float32 [] on the device. Before `skip_bad`: in any
         #: step so far on this rank; after it: in the last step on any rank. Gradients of a scaled loss do not count,

@@ -25,6 +25,14 @@ from dlscale.extensions.hangs.inside import ASK, REPORT, STACKS, TICK, catches_q
 #: Longest waits, seconds: for reports; for the stacks of processes without a report; for py-spy.
 ANSWER, SIGNALLED, SPYING = 10.0, 2.0, 10.0
 
+#: Types of the values in a status and in a report.
+KNOWN = {
+    **dict.fromkeys(("rank", "pid", "parent"), int),
+    **dict.fromkeys(("place", "line"), str),
+    **dict.fromkeys(("trains", "stepped", "launched"), bool),
+    **dict.fromkeys(("idle", "written"), int | float),
+}
+
 #: Maximum number of processes whose stacks py-spy reads.
 MAX_SPIED = 8
 
@@ -96,10 +104,15 @@ def is_gone(status: Mapping[str, Any]) -> bool:
 
 
 def read(file: Path) -> dict[str, Any]:
-    """Return a status or report; empty if the file cannot be read."""
+    """Return a status or report; empty if the file is damaged."""
     with contextlib.suppress(Exception):
-        found = json.loads(read_text(file))
-        return found if isinstance(found, dict) else {}
+        found: dict[str, Any] = json.loads(read_text(file))
+        valid = all(isinstance(found[key], kind) for key, kind in KNOWN.items())
+        # Errors here would otherwise end the watch of the program.
+        json.dumps(found, allow_nan=False)
+        {(each.called, each.group, each.order, each.name, each.seconds) for each in waiting(found)}
+        {int(child): line_of(text) for child, text in found.get("children", {}).items()}
+        return found if valid and max(found["pid"], abs(found["rank"])) < 2**31 else {}
     return {}
 
 

@@ -21,7 +21,8 @@ def hang_of(folder: Path) -> str:
     `folder` is the run's folder. The log of a job only describes the job's last try.
     """
     if (folder / FINDING).is_file():
-        return f"{read_text(folder / FINDING).strip()}. Stacks of all processes: {folder / FINDING.parent}"
+        text = read_text(folder / FINDING, errors="replace").strip()
+        return f"{text}. Stacks of all processes: {folder / FINDING.parent}"
     results = [*folder.absolute().parents][:3][-1]
     pattern = Results("").log("*", folder.parent.name, folder.name).lstrip("/").removesuffix(".log")
     for log in sorted([*results.glob(f"{pattern}.log"), *results.glob(f"{pattern}.rank*.log")]):

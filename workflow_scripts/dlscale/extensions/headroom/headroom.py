@@ -11,6 +11,7 @@ import argparse
 import logging
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -237,7 +238,8 @@ def measure_pace(copy: KeptProgram, steps: Path) -> tuple[int, float]:
 
 def _number(steps: Path) -> int:
     """Return the maximum over the processes of the number of used batches."""
-    return max((int(words[0]) for file in steps.glob("turns.*.now") if (words := file.read_text().split())), default=0)
+    found = (re.match(r"\d{1,18} ", file.read_text(errors="replace")) for file in steps.glob("turns.*.now"))
+    return max((int(number[0]) for number in found if number), default=0)
 
 
 def _rows(steps: Path) -> list[list[str]]:
@@ -245,8 +247,9 @@ def _rows(steps: Path) -> list[list[str]]:
     found = list[list[str]]()
     for file in steps.glob("turns.*"):
         if file.suffix not in (".now", ".new"):
-            lines = file.read_text().split("\n")
-            found += [line.split() for line in lines[:-1]]
+            lines = file.read_text(errors="replace").split("\n")
+            whole = (line for line in lines[:-1] if re.fullmatch(r"(\d{1,18} ){3}\d{1,9}\.\d+( \d{1,18}){4}", line))
+            found += [line.split() for line in whole]
     return found
 
 
@@ -257,7 +260,7 @@ def _pairs(steps: Path, first: int) -> list[tuple[float, float]]:
     """
     rates = defaultdict[int, list[float]](list)
     for row in _rows(steps):
-        if int(row[0]) == first and float(row[3]) > 0:
+        if int(row[0]) == first and int(row[2]) and float(row[3]) > 0:
             rates[int(row[1])].append(int(row[2]) / float(row[3]))
     means = {number: sum(values) / len(values) for number, values in rates.items()}
     return [(means[turn], means[turn + 1]) for turn in sorted(means) if turn % 2 == 0 and turn + 1 in means]

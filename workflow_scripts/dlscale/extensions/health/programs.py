@@ -83,7 +83,8 @@ def read_process(
     """
     shift, points, compilations, breaks = 0.0, list[tuple[float, list[int]]](), list[Compilation](), dict[str, int]()
     phases = Phases(process, training)
-    with contextlib.suppress(ValueError, KeyError, IndexError, TypeError):
+    damaged = (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, RecursionError)
+    with contextlib.suppress(*damaged):
         for line in lines:
             kind, _, rest = line.decode("ascii").partition(" ")
             if not line.endswith(b"\n"):
@@ -91,13 +92,15 @@ def read_process(
             if kind == "begin":
                 shift = float(rest.split()[0]) - float(rest.split()[1])
             elif kind == "m":
-                time, *numbers = rest.split()
-                points.append((shift + float(time), [int(each) for each in numbers]))
+                time, *numbers = map(float, rest.split())
+                if len(numbers) not in (2, 7) or not all(-1e12 < each < 2**63 for each in (shift + time, *numbers)):
+                    break
+                points.append((shift + time, [int(each) for each in numbers]))
             elif kind == "c":
                 own = json.loads(rest)
                 compilations.append(Compilation(step=phases.count(own["time"]), **own))
             elif kind == "k":
-                breaks = {str(reason): int(count) for reason, count in json.loads(rest).items()}
+                breaks = {str(reason): min(int(count), 2**63) for reason, count in json.loads(rest).items()}
     times = [time for time, _ in points]
     host = [numbers[:2] for _, numbers in points]
     memory = [_memory("cpu", times, host, phases, limit)] if all(map(all, host)) and host else []

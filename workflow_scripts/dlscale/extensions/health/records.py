@@ -53,13 +53,13 @@ class Compilation(Record):
     """One compilation of a function by torch.compile."""
 
     step: int = Field(ge=0)  #: Number of steps that had ended when the compilation began.
-    seconds: float = Field(ge=0)
+    seconds: float = Field(ge=0, allow_inf_nan=False)
     frame: str = ""  #: PyTorch's number of the compiled function.
     again: bool = False  #: Whether the function had been compiled before.
     forward: bool = True  #: False if only a backward pass was compiled.
     function: str = ""
     file: str = ""
-    line: int = 0
+    line: int = Field(0, ge=0, le=2**63)
     caller: str = ""  #: Line of the program that called the function at its first compilation; empty if unknown.
     reason: str = ""  #: Guard that failed; empty for the first compilation.
     refused: bool = False  #: Whether PyTorch refused to compile the function again (`recompile_limit`).

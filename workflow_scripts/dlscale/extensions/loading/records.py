@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import re
+from typing import Annotated
 
 from pydantic import Field
 
-from dlscale.core.record import Record
+from dlscale.core.record import Measured, Record
+
+#: Number of events, samples or bytes.
+Count = Annotated[int, Field(ge=0, le=2**63)]
 
 
 class Fetch(Record):
     """Sums of the batches that a process fetched, without its first batch; times in seconds."""
 
     seed: int | None = None  #: Seed of the iterator for which a worker fetches; None in the training process.
-    first: float = 0.0  #: Duration of the first batch.
-    batches: int = 0
-    seconds: float = 0.0
-    cpu: float = 0.0  #: Processor time.
-    parts: dict[str, float] = {}  #: Time in `read` (HDF5, Zarr), `decode`, `transform` and `collate`, without overlap.
+    first: Measured = 0.0  #: Duration of the first batch.
+    batches: Count = 0
+    seconds: Measured = 0.0
+    cpu: Measured = 0.0  #: Processor time.
+    parts: dict[
+        str, Measured
+    ] = {}  #: Time in `read` (HDF5, Zarr), `decode`, `transform` and `collate`, without overlap.
     transforms: list[str] = []  #: Names of the dataset's transforms.
 
 
@@ -27,24 +33,24 @@ class Loader(Record):
     dataset: str
     made: str = ""  #: Line of the program that made the loader, as `FILE:LINE`; empty if unknown.
     order: int = 0  #: Number of the dataset among datasets of loaders with these settings and line.
-    length: int | None = None
-    workers: int
-    batch_size: int | None = None
+    length: Count | None = None
+    workers: Count
+    batch_size: Count | None = None
     pin_memory: bool
-    prefetch: int | None = None
+    prefetch: Count | None = None
     persistent: bool = False
     seeds: list[int] = []  #: Seeds of the loader's iterators.
-    batches: int  #: Batches after the first one of each epoch.
-    waited: float  #: Wait for the batches in `batches`.
-    firsts: int  #: Number of epochs.
-    first_waited: float  #: Wait for the first batches of all epochs.
-    between: list[float] = []  #: Latest times from a batch to the request of the next batch.
-    requests: int = 0  #: Number of requests with a known number of ready batches.
-    ready: int = 0  #: Sum of the ready batches.
-    empty: int = 0  #: Number of requests without a ready batch.
-    sized: int = 0  #: Number of batches whose bytes are known.
-    bytes: int = 0  #: Bytes of these batches' tensors in main memory, if the model is on another device.
-    pinned: int = 0  #: Part of `bytes` in pinned memory.
+    batches: Count  #: Batches after the first one of each epoch.
+    waited: Measured  #: Wait for the batches in `batches`.
+    firsts: Count  #: Number of epochs.
+    first_waited: Measured  #: Wait for the first batches of all epochs.
+    between: list[Measured] = []  #: Latest times from a batch to the request of the next batch.
+    requests: Count = 0  #: Number of requests with a known number of ready batches.
+    ready: Count = 0  #: Sum of the ready batches.
+    empty: Count = 0  #: Number of requests without a ready batch.
+    sized: Count = 0  #: Number of batches whose bytes are known.
+    bytes: Count = 0  #: Bytes of these batches' tensors in main memory, if the model is on another device.
+    pinned: Count = 0  #: Part of `bytes` in pinned memory.
     fetch: Fetch = Fetch()  #: Batches fetched in the training process; `read_loading` adds the workers' batches.
 
 
@@ -54,21 +60,21 @@ class Array(Record):
     kind: str
     name: str
     file: str  #: Path of the first file.
-    files: int = 1
+    files: Count = 1
     dtype: str
-    itemsize: int
-    chunks: list[int] | None = None
+    itemsize: Count
+    chunks: list[Count] | None = None
     compression: str = ""
-    cache: int = 0  #: Bytes of HDF5's chunk cache.
-    stored: float = 1.0  #: Stored bytes per byte of the values.
-    regions: dict[str, int] = {}  #: Number of requests by shape of the requested region.
-    opens: int = 0  #: Number of times that a dataset was opened and read.
-    requests: int = 0
-    seconds: float = 0.0
-    requested: int = 0  #: Bytes of the requests of a known region.
-    touched: int = 0  #: Bytes of the chunks that these requests touch.
-    measured_used: int = 0  #: Bytes of the requests whose reads were measured.
-    measured_read: int = 0  #: Stored bytes that read calls returned in these requests.
+    cache: Count = 0  #: Bytes of HDF5's chunk cache.
+    stored: Measured = 1.0  #: Stored bytes per byte of the values.
+    regions: dict[str, Count] = {}  #: Number of requests by shape of the requested region.
+    opens: Count = 0  #: Number of times that a dataset was opened and read.
+    requests: Count = 0
+    seconds: Measured = 0.0
+    requested: Count = 0  #: Bytes of the requests of a known region.
+    touched: Count = 0  #: Bytes of the chunks that these requests touch.
+    measured_used: Count = 0  #: Bytes of the requests whose reads were measured.
+    measured_read: Count = 0  #: Stored bytes that read calls returned in these requests.
     stripes: str = ""  #: Striping of the first file on Lustre.
 
     @property

@@ -223,7 +223,7 @@ def _starts(loader: Loader) -> Advice | None:
         why=f"The first batch of an epoch arrives after {_time(mean)}, other batches after {_time(wait_of(loader))} "
         "on average.",
         todo="Set persistent_workers=True in the DataLoader.",
-        share=max(0.0, loader.first_waited - loader.firsts * wait_of(loader)) / _total(loader),
+        share=max(0.0, loader.first_waited - loader.firsts * wait_of(loader)) / (_total(loader) or 1.0),
     )
 
 

@@ -229,7 +229,7 @@ def workload(run: Any, results: Path, measured: Throughput | Provenance | None =
     study: Any = registry.study(run.study)
     with torch.device("meta"):
         model = study.model(run, manifest)
-    convert(model, run.precision)
+    convert(model, run.precision, run.keep_norms_fp32)
     sharing, parallel = study.sharding(model), run.parallel
     pair = {"batch_size": 2 * run.local_batch_size, "geometry": type(run.geometry)(gpus_per_node=2)}
     # Hybrid sharding (HSDP) is predicted as FSDP over all devices, and DataParallel as DistributedDataParallel.

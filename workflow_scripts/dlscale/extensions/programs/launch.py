@@ -25,8 +25,9 @@ from dlscale.launch.launcher import (
     with_stage_environment,
 )
 
-#: Command that starts an external program's processes on one node, with the program's own PyTorch.
-TORCHRUN = ["torchrun", "--standalone", "--no-python"]
+#: Command that lets gloo and NCCL of a program on one node listen only on loopback. PyTorch 2.13 has no option for the
+#: stores of torchrun, which listen at all addresses.
+ON_LOOPBACK = ["env", "GLOO_SOCKET_IFNAME=lo", "NCCL_SOCKET_IFNAME=lo"]
 
 #: Shell command that sets torchrun's variables in a task of srun or mpirun, and runs the program.
 TORCHRUN_VARIABLES = (
@@ -93,8 +94,8 @@ def launch_program(site: Site, place: ContainerMounts, run: Run) -> tuple[list[s
     if several and site.starter == "torchrun":
         start = with_numbers(site.start, geometry) if geometry.nodes > 1 else []
         meet = [f"--nnodes={geometry.nodes}", f"--rdzv-endpoint={site.rendezvous}", "--rdzv-backend=c10d"]
-        torchrun = ["torchrun", "--no-python", *meet] if geometry.nodes > 1 else TORCHRUN
-        container += [*torchrun, f"--nproc-per-node={geometry.gpus_per_node}"]
+        container += ["torchrun", "--no-python", *(meet if geometry.nodes > 1 else ["--standalone"])]
+        container += [f"--nproc-per-node={geometry.gpus_per_node}", *([] if geometry.nodes > 1 else ON_LOOPBACK)]
     elif several:
         srun = [*srun_command(site, geometry), "--kill-on-bad-exit=1", *meeting_command(site, geometry)]
         start = [sys.executable, *RANKS, *srun] if site.starter == "srun" else mpirun_command(site, geometry)

@@ -140,6 +140,13 @@ def values(
     rows = _rows(path, start, tags, own)
     try:
         dated = _dated(path, rows, start.begin, end)
+        times = {id(row): when for when, row in dated}
+        # In a file of JSON lines, local times may jump back with the clock, at the end of summer time.
+        if not (path.is_dir() or ".tfevents." in path.name) and any(
+            times.get(id(row), -math.inf) < times.get(id(before), math.inf) - SKEW_SECONDS
+            for before, row in itertools.pairwise([*rows[:1], *rows])
+        ):
+            raise UserError("not one clock")
     except UserError:
         dated = [(float(number), row) for number, row in enumerate(rows, 1)]
     for when, (tag, _, step, value) in dated:

@@ -25,7 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dlscale.core.errors import UserError, brief
 from dlscale.core.machine import command_output
+from dlscale.core.record import Measured, Positive, Record
 from dlscale.core.text import aligned, percent
 from dlscale.extensions.profile.machine import PARTS, of_tool
 from dlscale.extensions.profile.profile import first_rows, write
@@ -57,6 +59,17 @@ FORBIDDEN = (
 
 #: Pattern of the hook's stack frames, which are dropped from the program's stacks.
 OURS = r"Watcher\..*\(sitecustomize\.py:\d+\)"
+
+
+class Window(Record):
+    """Profiled steps of a process, which `window.py` writes; times are seconds since 1970-01-01 UTC."""
+
+    begin: Measured
+    end: Measured
+    version: str = ""
+    cuda: bool = False
+    seconds: list[Positive] = []  #: Duration of each profiled step, seconds.
+    problem: str | None = None  #: Reason why there is no profile.
 
 
 class Profilers:
@@ -135,12 +148,15 @@ class Profilers:
     @property
     def excluded_spans(self) -> list[Span]:
         """Spans of time in which a profiler ran."""
-        known = [(each["begin"], each["end"]) for each in self._windows() if "begin" in each]
+        known = [(each["begin"], each["end"]) for each in self._windows()]
         return [*known, *([self._span] if self._span else [])]
 
     def _windows(self) -> list[dict[str, Any]]:
-        files = sorted(self._steps.glob("torch.*.window"))
-        return [{**json.loads(file.read_text()), "trace": file.with_suffix(".json")} for file in files]
+        found = list[dict[str, Any]]()
+        for file in sorted(self._steps.glob("torch.*.window")):
+            with contextlib.suppress(UserError):  # a damaged file
+                found.append({**Window.read(file).model_dump(), "trace": file.with_suffix(".json")})
+        return found
 
     # ---- results ---------------------------------------------------------------------------------------
 
@@ -174,15 +190,15 @@ class Profilers:
             trace = window["trace"].read_bytes()
             events = read(json.loads(trace)["traceEvents"])
             tool, rows = summarise(events, "torch")
-        except (OSError, ValueError) as error:
-            return ProfiledTool(name="torch", problem=f"PyTorch's profiler left no complete trace ({error})"), []
+        except Exception as error:
+            return ProfiledTool(name="torch", problem=f"PyTorch's profiler left no complete trace ({brief(error)})"), []
         device = events.kind.isin(DEVICE).any()
         if window["cuda"] and not device:
             return ProfiledTool(name="torch", problem=REFUSED), []
         kept = self._folder / "torch.rank0.json.gz"
         kept.write_bytes(gzip.compress(trace, 3))
         before, after = _around(window, processes)
-        cost = overhead(before, window["seconds"], after) if before and after else None
+        cost = overhead(before, window["seconds"], after) if before and window["seconds"] and after else None
         known = {"version": window["version"], "overhead": cost, "files": {"trace, for Perfetto": kept.name}}
         return tool.model_copy(update=known), rows
 
@@ -246,8 +262,9 @@ def read_stacks(path: Path) -> list[Stack]:
             thread, *every = text.split(";")
             frames = [frame for frame in every if not re.fullmatch(OURS, frame)]
             number, _, name = thread.partition(")")
-            processes = re.findall(r'(?:^|;)process (\d+):"', head)  # a command line may contain a semicolon
-            if processes and (name == ": MainThread" or number == processes[-1]) and frames:
+            processes = re.findall(r'(?:^|;)process (\d{1,9}):"', head)  # a command line may contain a semicolon
+            counted = re.fullmatch(r"[1-9]\d{0,9}", count)
+            if counted and processes and (name == ": MainThread" or number == processes[-1]) and frames:
                 found.append(Stack(tuple(map(int, processes)), tuple(frames), int(count)))
     return found
 

@@ -14,7 +14,7 @@ import signal
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from dlscale.config.compute import compute_digest
 from dlscale.config.run import load_run
 from dlscale.core import registry
 from dlscale.core.errors import Stopped, UserError
-from dlscale.core.files import read_text, write_text
+from dlscale.core.files import read_text, reading, write_text
 from dlscale.core.metrics import Epoch, Untrained, epoch_lines
 from dlscale.core.process import keep_log
 from dlscale.core.text import duration, many
@@ -161,17 +161,19 @@ def earlier(folder: Path, keep: Path, program: Any) -> Earlier:
     If a validation ended at about this time, the validation's time counts.
     """
     file, steps = folder / CURVES, folder / "steps"
-    known = Earlier(**json.loads(read_text(file))) if file.exists() else Earlier()
-    known = replace(
-        known,
-        curves={name: [(time, step, value) for time, step, value in points] for name, points in known.curves.items()},
-    )
+    known = Earlier()
+    if file.exists():
+        with reading(file, "delete this file, then losses of earlier tries are left out"):
+            step, counted, curves = (json.loads(read_text(file))[key] for key in ("step", "counted", "curves"))
+            curves = {name: [(_time(time), int(n), float(value)) for time, n, value in curves[name]] for name in curves}
+            known = Earlier(int(step), bool(counted), curves)
     losses = defaultdict[str, list[tuple[float, float]]](list)
     with contextlib.suppress(FileNotFoundError):
-        for line in read_text(steps / PRINTED).splitlines():
-            with contextlib.suppress(ValueError):  # an incomplete line, written when the disk was full
+        for line in read_text(steps / PRINTED, errors="replace").splitlines():
+            # Skip an incomplete line, written when the disk was full.
+            with contextlib.suppress(ValueError, TypeError, OverflowError, RecursionError):
                 name, time, value = json.loads(line)
-                losses[name].append((time, value))
+                losses[name].append((_time(time), float(value)))
     own = seen.read(steps)[1]
     if not (own or losses):  # the last try ended before its first step, or its losses are already saved
         return known
@@ -188,6 +190,12 @@ def earlier(folder: Path, keep: Path, program: Any) -> Earlier:
     found = Earlier(known.step + step, known.counted and bool(ends), curves)
     write_text(file, json.dumps(asdict(found)))
     return found
+
+
+def _time(seconds: Any) -> float:
+    if not abs(float(seconds)) < seen.MAX_SECONDS:
+        raise ValueError(f"{seconds}: expected seconds")
+    return float(seconds)
 
 
 def steps_until(time: float, ends: list[float], marks: list[float]) -> int:

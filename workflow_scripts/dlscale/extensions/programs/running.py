@@ -25,7 +25,6 @@ from typing import IO
 import psutil
 
 from dlscale.core import machine, registry, telemetry
-from dlscale.core.environment import environment
 from dlscale.core.errors import UserError, brief
 from dlscale.core.noise import interval
 from dlscale.core.text import duration, many
@@ -69,7 +68,11 @@ NOT_FOUND, NO_PROGRAM = 127, 126
 def say(text: str) -> None:
     """Print a line on standard error; ignore errors of the stream, so that the program's run continues."""
     try:
-        print(text, file=sys.stderr, flush=True)
+        # On a terminal, a row of spaces ends the row of a progress bar, but keeps the cursor in an empty row.
+        begin = (
+            f"{' ' * (os.get_terminal_size(sys.stderr.fileno()).columns - 1)}\r\033[K" if sys.stderr.isatty() else ""
+        )
+        print(f"{begin}{text}\n", end="", file=sys.stderr, flush=True)  # one write, which a bar cannot overwrite
     except OSError:  # a full disk, or a closed pipe: discard the text, or Python would write it again at its exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
@@ -728,4 +731,4 @@ def device_of(nodes: Sequence[Sequence[telemetry.Sample]]) -> Device:
         first = bus_ids(1)  # not an index: NVML's indices also count GPUs that CUDA_VISIBLE_DEVICES hides
         name = first and machine.nvml(lambda nvml: nvml.nvmlDeviceGetName(nvml.nvmlDeviceGetHandleByPciBusId(first[0])))
         return Device(kind="cuda", name=str(name or "GPU"))
-    return Device(kind="cpu", name=environment().processor)
+    return Device(kind="cpu", name=machine.processor())

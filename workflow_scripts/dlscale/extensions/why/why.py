@@ -36,8 +36,9 @@ def _in_order(rules: Iterable[str]) -> list[str]:
 
 def read_table(digest: str) -> dict[str, str] | None:
     """Return the source files in a fingerprint of this or an earlier call, with digests; None if unknown."""
-    with contextlib.suppress(OSError, ValueError):
-        return TABLES.get(digest) or json.loads((SOURCES / f"{digest}.json").read_text(encoding="utf-8"))
+    with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):
+        known = TABLES.get(digest) or json.loads((SOURCES / f"{digest}.json").read_text(encoding="utf-8"))
+        return {name: str(content) for name, content in known.items()}
     return None
 
 

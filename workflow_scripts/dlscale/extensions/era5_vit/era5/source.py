@@ -15,6 +15,7 @@ import datetime as dt
 import functools
 import math
 import os
+import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -202,6 +203,10 @@ def _gridded(array: xr.DataArray, origin: str) -> Variable:
         )
     units = {kind: str(axis.attrs.get("units", "")).strip().lower() for kind, axis in axes.items()}
     factor = PRESSURES.get(units.get("level", ""))
+    if "level" in axes and not units["level"]:
+        said = axes["level"].attrs
+        standard, long = str(said.get("standard_name", "air_pressure")), str(said.get("long_name", "pressure"))
+        factor = factor if standard == "air_pressure" and re.search("pressure|^level$", long.lower()) else None
     is_angle = all(units[kind].startswith(("deg", "°")) or not units[kind] for kind in ("latitude", "longitude"))
     if factor is None or not is_angle:
         raise UserError(
@@ -218,6 +223,8 @@ def _gridded(array: xr.DataArray, origin: str) -> Variable:
         hectopascals = axes["level"].values * factor
         channels = tuple(f"{short(name)}@{value:g}" for value in hectopascals)
     values = array.variable
+    if (sign := {**values.attrs, **values.encoding}.get("_Unsigned", "true")) not in ("true", "false"):
+        raise UserError(f"{origin}: '{name}' has the attribute _Unsigned ({sign}); expected true or false")
 
     def load(times: np.ndarray, levels: list[int], rows: slice, columns: slice) -> np.ndarray:
         asked = {"time": _compact(times), "level": _compact(levels), "latitude": rows, "longitude": columns}
@@ -266,8 +273,8 @@ def _without_missing(read: np.ndarray, variable: xr.Variable, where: str) -> np.
     marks = [encoding.get(name) for name in ("_FillValue", "missing_value")]
     fill = DEFAULT_FILL.get(stored.str[1:])
     missing = unpacked(fill) if marks == [None, None] else [each for given in marks for each in unpacked(given)]
-    for value in missing if step else []:
-        read = np.where(abs(read - value) < step / 2, np.nan, read)
+    for value in missing:  # the attribute may have more digits than the values, or fewer
+        read = np.where(abs(read - value) <= (step / 2.01 or abs(value) / 2**22), np.nan, read)
     span = unpacked(attrs.get("valid_range"))
     if len(span) != 2:
         span = [(unpacked(attrs.get(name)) or [math.nan])[0] for name in ("valid_min", "valid_max")]
@@ -303,10 +310,13 @@ def _regular(latitude: np.ndarray, longitude: np.ndarray, where: str) -> tuple[n
     latitude = latitude[::-1] if south_first else latitude
     # Comparisons are false for NaN, so NaN is refused, too.
     if not ((np.diff(latitude) < 0).all() and (np.diff(longitude) > 0).all() and abs(latitude).max() < 90.001):
+        absent = np.isnan(latitude).any() or np.isnan(longitude).any()
         raise UserError(
-            f"{where}: latitudes must be strictly monotonic and within ±90 degrees, longitudes strictly increasing; "
-            f"{GRID}"
+            f"{where}: latitudes must be strictly monotonic and within ±90 degrees, longitudes strictly increasing"
+            f"{'; here values are missing (equal to _FillValue, or in Zarr v2 to fill_value)' * bool(absent)}; {GRID}"
         )
+    if np.ptp(longitude) > 359.9999:
+        raise UserError(f"{where}: the first and the last longitude are the same meridian; leave out the last one")
     return latitude, longitude, south_first
 
 
@@ -314,16 +324,18 @@ def _decoded_times(clock: xr.Variable, origin: str) -> np.ndarray:
     """Decode CF times to datetime64[s]; raise `UserError` if this is impossible."""
     import xarray as xr
 
+    units, calendar = (clock.attrs.get(key, "none") for key in ("units", "calendar"))
     try:
+        if clock.dtype.kind != "M" and not UNITS.fullmatch(str(units).strip()):
+            raise ValueError("unusual units")
         coder = xr.coders.CFDatetimeCoder(use_cftime=False, time_unit="s")
         times = np.asarray(xr.conventions.decode_cf_variable("time", clock, decode_times=coder).values)
         if times.dtype.kind != "M" or np.isnat(times).any():
             raise ValueError("not all times are dates")
     except Exception as error:
-        units, calendar = (clock.attrs.get(key, "none") for key in ("units", "calendar"))
         raise UserError(
             f"{origin}: the times cannot be read (units: {units}, calendar: {calendar}); expected dates of the "
-            "standard calendar, e.g. 'hours since 1900-01-01'. Convert another calendar with xarray's "
+            "standard calendar, e.g. 'hours since 1900-01-01 00:00:00 +01:00'. Convert another calendar with xarray's "
             "`convert_calendar('standard', align_on='date')`"
         ) from error
     rounded = times.astype("datetime64[ms]") + np.timedelta64(500, "ms")  # hours in float32 are inexact
@@ -484,8 +496,17 @@ def _humidity(t: Variable, q: Variable) -> Variable:
 
 Period = tuple[dt.date, dt.date]  # first and last day, inclusive
 
-#: NetCDF's default fill values of integers, by type and bytes.
-DEFAULT_FILL = {"i2": -32767, "i4": -2147483647, "u2": 65535, "u4": 4294967295}
+#: NetCDF's default fill values of integers, by type and bytes. Files should not use those of one byte as values.
+DEFAULT_FILL = {
+    **{"i1": -127, "i2": -32767, "i4": -2147483647, "i8": -9223372036854775806},
+    **{"u1": 255, "u2": 65535, "u4": 4294967295, "u8": 18446744073709551614},
+}
+
+#: Units of times that xarray reads as UDUNITS defines them. Without a sign, UDUNITS and xarray read a zone differently.
+UNITS = re.compile(
+    r"[a-z]+ since \d{4}-\d{1,2}-\d{1,2}([T ]\d{1,2}(:\d{1,2}){0,2}(\.\d*)?)? ?(Z|UTC|GMT|[+-]\d{1,2}(:?\d\d)?)?",
+    re.IGNORECASE,
+)
 
 #: Attributes of packed values, with their values for plain values.
 PACKING = {"scale_factor": 1.0, "add_offset": 0.0}
