@@ -9,11 +9,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
 
-from dlscale.extensions.hangs import supervisor
+from dlscale.extensions.hangs import inside, supervisor
 from dlscale.extensions.hangs.finding import GONE, Process, Waiting, describe, line_of
 from dlscale.extensions.hangs.matching import mismatches
 from dlscale.extensions.hangs.record import hang_of
@@ -206,6 +208,31 @@ def test_a_user_can_ask_what_a_program_does(tmp_path: Path) -> None:
     process.terminate()
     output = end_of(process, tmp_path)
     assert re.search(r"dlscale measure: no step for \d+ s: rank", output) and process.returncode != HUNG, output
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_request_writes_the_state_of_the_allocator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: bool
+) -> None:
+    """The snapshot is written if the program records the allocator's history; the report follows in either case."""
+
+    def dump(file: str) -> None:
+        assert "complete" not in json.loads((steps / inside.REPORT).read_text())
+        Path(file).write_text("state")
+        raise OSError("full disk")
+
+    (steps := tmp_path / "steps").mkdir()
+    monkeypatch.setenv(inside.AFTER, "10")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: recorded, raising=False)
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", dump)
+    reporter = inside.Reporter(SimpleNamespace(folder=str(steps), rank=1, file=lambda name: steps / name))
+    monkeypatch.setattr(reporter, "_children", dict)
+    with (tmp_path / "stacks").open("w") as stacks:
+        reporter._stacks = stacks.fileno()
+        reporter._report(0.0)
+    assert json.loads((steps / inside.REPORT).read_text())["complete"]
+    assert [*tmp_path.glob("*.pickle")] == [tmp_path / "rank1_memory_snapshot.pickle"] * recorded
 
 
 def test_ranks_in_the_same_place_are_named_together() -> None:

@@ -27,6 +27,7 @@ from dlscale.report.verdict import judge_run
 from dlscale.results import read_alone
 from dlscale.studies.starter_cnn.model import StarterCNN
 from tests.conftest import ROOT, TINY, make_dataset, make_run, train
+from tests.test_any_program import measure as run_measure
 
 #: Causes that the extension `health` reports.
 OURS = ("leak", "peak", "recompilation", "breaks")
@@ -196,6 +197,20 @@ def test_a_defect_of_a_program_is_named(tmp_path: Path, defect: str) -> None:
     elif defect == "breaks":
         assert f"{tmp_path}/train.py:{line_of(tmp_path, 'print(end')}" in found["breaks"].why
         assert "Failed to trace builtin operator" in found["breaks"].why
+
+
+def test_a_program_without_memory_keeps_the_state_of_the_allocator(tmp_path: Path) -> None:
+    """The program ends before its first step, as without dlscale; the snapshot is kept and named."""
+    (tmp_path / "train.py").write_text(
+        "import torch\n"
+        "torch.cuda.memory._dump_snapshot = lambda file: open(file, 'w').write('state')\n"
+        "raise torch.OutOfMemoryError('no memory left')\n"
+    )
+    done = run_measure(tmp_path, "--", sys.executable, "train.py")
+    (file,) = (tmp_path / "results/plans" / MEASURED).glob("*/*memory_snapshot.pickle")
+    assert file.read_text() == "state" and f"memory_viz: {file.relative_to(tmp_path)}\n" in done.stderr, done.stderr
+    plain = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == plain.returncode == 1 and plain.stderr in done.stderr
 
 
 def test_a_function_of_pytorch_is_named_with_its_caller() -> None:

@@ -881,7 +881,9 @@ def test_the_page_with_the_command_lines_of_all_profiles(monkeypatch: pytest.Mon
     assert "**Train on 2 nodes**: refused. geometry.nodes" in texts["perlmutter with podman.yaml"]
     native = texts["perlmutter with native.yaml"]  # the caller's LD_LIBRARY_PATH must not be replaced
     assert "NCCL_NET_PLUGIN=/global/common/software/nersc9/nccl/" in native and "LD_LIBRARY_PATH" not in native
-    assert "'NCCL_NET=AWS Libfabric'" in native and "NCCL_CROSS_NIC=2" in native
+    one, two = native.partition("**Train on 1 GPU**")[2].split("**Train on 2 nodes**")
+    assert "-u NCCL_NET" in one and "'NCCL_NET=AWS Libfabric'" not in one  # HPE's ccl_env.sh
+    assert "'NCCL_NET=AWS Libfabric'" in two and "NCCL_CROSS_NIC=2" in native
 
 
 def test_resources_lists_all_requested_resources(perlmutter: slurm.Scheduler) -> None:

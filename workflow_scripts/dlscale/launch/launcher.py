@@ -150,7 +150,9 @@ def with_stage_environment(site: Site, geometry: Geometry | None, ordered: bool)
         environment |= {LOCAL_DISK: site.local_disk} if site.local_disk else {}
         environment |= {HOST_SUFFIX: site.host_suffix} if site.host_suffix and geometry.nodes > 1 else {}
         environment |= {FABRIC: site.fabric} if site.fabric not in (None, "ethernet") and geometry.nodes > 1 else {}
-    environment |= site.environment
+    # HPE's ccl_env.sh warns of NCCL_NET in jobs on one node, whose speed suffers.
+    is_alone = geometry is not None and geometry.nodes == 1 and site.fabric == "slingshot"
+    environment |= {**site.environment, **({"NCCL_NET": None} if is_alone else {})}
     if ordered:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, site.gpu_order or []))
     if site.packages:  # dlscale.cli.main adds this folder to Python's path

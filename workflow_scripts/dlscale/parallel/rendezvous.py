@@ -143,7 +143,6 @@ def _meet(geometry: Geometry, rank: int) -> Any:
     if geometry.nodes == 1:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-        os.environ.pop("NCCL_NET", None)  # Slurm gives jobs on one node no network of Slingshot (HPE's ccl_env.sh)
     if MEET in os.environ:
         return stores.FileStore(os.environ[MEET], geometry.world_size)
     if "TORCHELASTIC_RUN_ID" in os.environ:  # set by torchrun

@@ -30,6 +30,9 @@ AFTER = "DLSCALE_HANG_AFTER"
 #: Names of files in the folder of steps. `.HOST.PID` follows all names except ASK, the request for reports.
 STATUS, REPORT, STACKS, ASK = "hang.status", "hang.report", "hang.stacks", "hang.ask"
 
+#: File with the state of PyTorch's allocator, as in `dlscale.extensions.health.noted`.
+SNAPSHOT = "memory_snapshot.pickle"
+
 #: Seconds between two checks for new steps; time between two writes of the status, as a fraction of AFTER.
 TICK, WRITES = 1.0, 0.1
 
@@ -231,7 +234,17 @@ class Reporter:
                 }
                 for entry in entries
             ]
+        self._write(REPORT, report)
+        with contextlib.suppress(Exception):  # such as a full disk
+            self._write_snapshot()
         self._write(REPORT, {**report, "complete": True})
+
+    def _write_snapshot(self) -> None:
+        """Write the state of PyTorch's allocator next to the folder of steps, if the program records its history."""
+        torch: Any = sys.modules.get("torch")
+        if torch and torch.cuda.is_initialized() and torch._C._cuda_isHistoryEnabled():
+            name = f"{f'rank{self._log.rank}_' * bool(self._log.rank)}{SNAPSHOT}"
+            torch.cuda.memory._dump_snapshot(str(Path(self._folder).with_name(name)))
 
     def _children(self) -> dict[str, str]:
         """Return the stacks of this process's children, such as forked loader processes, by process id."""

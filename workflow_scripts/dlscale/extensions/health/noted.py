@@ -6,11 +6,13 @@ has not imported are not imported here. All numbers of this file are read on the
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 # Keep the original functions, because a program may replace them in their modules.
@@ -19,6 +21,9 @@ open_file, read_file, close_file = os.open, os.read, os.close
 
 #: Beginning of the name of the file `health.HOST.PID` with the notes of a process, in the folder of steps.
 NAME = "health"
+
+#: File with the state of PyTorch's allocator after a GPU ran out of memory, for https://pytorch.org/memory_viz.
+SNAPSHOT = "memory_snapshot.pickle"
 
 #: Lines of `/proc/self/status`: peak resident memory; own memory, which is anonymous, shared or swapped out.
 STATUS = re.compile(rb"^(VmHWM|RssAnon|RssShmem|VmSwap):\s*(\d+) kB$", re.MULTILINE)
@@ -187,7 +192,22 @@ class Notes:
         self._spent += thread_clock() - begin
 
 
+def write_at_exhaustion(log: Any) -> None:
+    """Write a snapshot next to the folder of steps if the program ends because a GPU ran out of memory."""
+    original = sys.excepthook
+
+    def ended(kind: Any, error: Any, trace: Any) -> None:
+        if kind.__name__ == "OutOfMemoryError":
+            with contextlib.suppress(Exception):  # a full disk, or a device other than CUDA
+                name = f"{f'rank{log.rank}_' * bool(log.rank)}{SNAPSHOT}"
+                sys.modules["torch"].cuda.memory._dump_snapshot(str(Path(log.folder).with_name(name)))
+        original(kind, error, trace)
+
+    sys.excepthook = ended
+
+
 def start(log: Any) -> dict[str, Any]:
-    """Write notes whenever the steps are written; called by dlscale's hook."""
+    """Write notes whenever the steps are written, and a snapshot after exhaustion; called by dlscale's hook."""
+    write_at_exhaustion(log)
     log.on_write.append(Notes(log).look)
     return {}

@@ -41,9 +41,6 @@ FUNCTIONS = {
     "Trainer._epoch": TRAINING,
 }
 
-#: File with the state of PyTorch's allocator after a GPU ran out of memory, for https://pytorch.org/memory_viz.
-SNAPSHOT = "memory_snapshot.pickle"
-
 #: Function that the trainer calls with a record.
 Then = TypeVar("Then", bound=Callable[[Any], object])
 
@@ -157,7 +154,7 @@ class HealthRecorder:
         """Write the state of PyTorch's allocator; return the file's name, or an empty text without a GPU."""
         if self._folder is None or self._world.device.type != "cuda":
             return ""
-        file = self._folder / (SNAPSHOT if self._world.main else f"rank{self._world.rank}_{SNAPSHOT}")
+        file = self._folder / f"{f'rank{self._world.rank}_' * (not self._world.main)}{noted.SNAPSHOT}"
         with contextlib.suppress(OSError, RuntimeError):
             torch.cuda.memory._dump_snapshot(str(file))
             return str(file)

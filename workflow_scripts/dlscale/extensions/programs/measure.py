@@ -51,6 +51,9 @@ ProgramContext = Callable[[int], contextlib.AbstractContextManager[None]]
 #: Names of the plan of all measured programs, and of its study.
 PLAN, STUDY = MEASURED, "program"
 
+#: Files with the state of PyTorch's allocator, which the extensions `health` and `hangs` write in a run's folder.
+SNAPSHOTS = "*memory_snapshot.pickle"
+
 #: Largest accepted number of samples per step.
 MAX_BATCH_SIZE = 1_000_000_000
 
@@ -138,12 +141,14 @@ def main(args: argparse.Namespace, configuration: object = None) -> int:
     except Exception as error:
         # The record of a long run is kept even if the run has no steps.
         nothing = isinstance(error, Unseen) and not seen.processes(steps) and run.seconds < UNSEEN_SECONDS
-        nothing = nothing and not (hang and hang.finding)
+        nothing = nothing and not (hang and hang.finding) and not [*folder.glob(SNAPSHOTS)]
         if nothing:
             remove(folder)
         with contextlib.suppress(OSError):
             folder = _move(folder, plan)
         _complain(error, "" if nothing or not folder.exists() else f"; the run's record is kept in {folder}")
+    for file in sorted(folder.glob(SNAPSHOTS)):
+        say(f"State of the GPU's memory, for https://pytorch.org/memory_viz: {file}")
     if (folder / "throughput.json").is_file() and folder.parent == plan:
         try:
             say(f"Page: {_page(plan)}")
