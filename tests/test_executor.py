@@ -164,6 +164,7 @@ def test_a_job_that_slurm_no_longer_lists_has_failed(executor: Executor, slurm: 
         ("sbatch: error: QOSMaxSubmitJobPerUserLimit", True),
         ("sbatch: error: AssocGrpSubmitJobsLimit\\nBatch job submission failed", True),
         ("sbatch: error: MaxSubmitJobsPerAccount", True),
+        ("sbatch: error: Batch job submission failed: Rate limit exceeded, please retry later", True),
         ("sbatch: error: QOSMaxWallDurationPerJobLimit", False),
         ("sbatch: error: Batch job submission failed: Unable to contact slurm controller (connect failure)", True),
         ("sbatch: error: Batch job submission failed: Socket timed out on send/recv operation", True),

@@ -43,7 +43,8 @@ REFUSED_SECONDS, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 3600.0, 60.0, 600.
 #: Pattern of Slurm's reasons for a temporary failure: a limit on submitted jobs, or a controller that does not answer.
 TEMPORARY = re.compile(
     r"\b(?:QOS|Assoc)?(?:Max|Grp)Submit\w*|Unable to contact slurm controller|Socket timed out"
-    r"|Zero Bytes were transmitted|(?:Message (?:send|receive)|Communication (?:connection|shutdown)) failure"
+    r"|Rate limit exceeded|Zero Bytes were transmitted"
+    r"|(?:Message (?:send|receive)|Communication (?:connection|shutdown)) failure"
 )
 #: Final states that the plugin takes for states of an active job; states of jobs that wait for a release.
 ENDED = {"REVOKED", "LAUNCH_FAILED", "RECONFIG_FAIL"}
