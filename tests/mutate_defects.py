@@ -316,7 +316,7 @@ DEFECTS: dict[str, Mutation | str] = {
         'best = prediction.view(-1).view(len(prediction), -1).topk(self.most["top5"]',
         "test_imagenet.py::test_top5_of_answers_in_any_order_in_memory",
     ),
-    "validation averages over batches": Mutation(
+    "on several GPUs, validation repeats images": Mutation(
         "means_over_batches",
         "train/validation.py",
         "            total = value.detach().double().sum(dim=0)\n"

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, NoReturn
 import pytest
 
 from dlscale.config import resolve
-from dlscale.config.compute import KEYS, compute_digest
+from dlscale.config.compute import KEYS, SWITCHES, compute_digest
 from dlscale.config.dataset import dataset_type
 from dlscale.config.run import Run, RunCore
 from dlscale.core import registry
@@ -442,6 +442,7 @@ COMPUTED: list[dict[str, Any]] = [
     {"optimizer": {"fused": True}},
     {"optimizer": {"clip_norm": 1.0}},
     {"precision": "bf16"},
+    {"precision": "bf16_pure", "keep_norms_fp32": True},
     {"loader": {"workers": 3}},
     {"loader": {"kind": "direct"}},
     {"threads": 1},
@@ -495,8 +496,8 @@ def test_settings_of_computing_repeat_all_stages(over: dict[str, Any]) -> None:
 
 
 def test_every_setting_that_stages_share_is_judged() -> None:
-    """`KEYS` has every setting of a run, except the seed."""
-    assert set(KEYS) == set(RunCore.model_fields) - {"seed"}
+    """`KEYS` and `SWITCHES` have every setting of a run, except seed and loss scale, which only change values."""
+    assert {*KEYS, *SWITCHES} == set(RunCore.model_fields) - {"seed", "loss_scale"}
 
 
 def test_the_digest_of_a_slice_equals_the_digest_of_the_run() -> None:
