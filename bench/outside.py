@@ -36,7 +36,7 @@ MEASURED = 0.99
 #: Samples per step; warm-up steps per turn, needed after the hook is added or removed; timed steps per turn.
 BATCH, WARM, STEPS = 160, 4, 4
 
-#: Options of `dlscale measure` whose cost is measured.
+#: Options of `dlscale measure` with a cost to measure.
 FEATURES = ("--loader", "--hang-after=300", "--live")
 
 #: Program with the same steps, which prints its speed, samples per second of processor time of all its threads.

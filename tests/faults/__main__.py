@@ -33,7 +33,7 @@ from tests.faults import kinds
 from tests.faults.kinds import FAULTS, Fault, Trial
 from tests.faults.tree import COMMANDS, STEPS, Call, Tree, build
 
-#: Paths whose changes begin a campaign anew.
+#: Paths; after a change in one of them, a campaign begins anew.
 SOURCES = ("workflow_scripts", "rules", "Snakefile", "profiles", "tests/faults/tree.py")
 #: Outcomes of a trial, and whether the campaign accepts them.
 OUTCOMES = {
