@@ -6,7 +6,6 @@ Everything runs on one thread, in many short turns. The median ignores single tu
 from __future__ import annotations
 
 import itertools
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +13,6 @@ from contextlib import closing, contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
@@ -24,7 +22,6 @@ from bench.cases import Case
 from bench.measure import Options, Row, in_turns
 from dlscale.config.run import Throughput
 from dlscale.config.site import Limits
-from dlscale.core.process import MEET
 from dlscale.data.loaders import DirectLoader, direct_loader
 from dlscale.data.loaders import SyntheticLoader as SyntheticSettings
 from dlscale.data.loaders.base import Batch, Share
@@ -135,11 +132,7 @@ def trainer(options: Options, case: Case, steps: int, guarded: bool | None = Non
         )
         if not guarded:
             return fit.fit()[0].samples_per_second
-        with (
-            mock.patch.dict(os.environ, {MEET: str(folder / "meet")}),
-            closing(Watchdog(0, 1, limits=Limits())),
-            watch_training(fit, folder) as (hooks, _),
-        ):
+        with closing(Watchdog(limits=Limits())), watch_training(fit, folder) as (hooks, _):
             return fit.fit(hooks=hooks)[0].samples_per_second
 
     return epoch

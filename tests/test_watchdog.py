@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -38,6 +39,7 @@ FAULTY = """
 import ctypes, os, sys, time
 from dlscale import cli
 from dlscale.data.loaders.torch_loader import TorchLoader
+from dlscale.parallel import watchdog
 from dlscale.train import checkpoint
 from dlscale.train.logs import RunLogs
 from dlscale.train.step import Network
@@ -47,8 +49,8 @@ calls = 0
 def falter():
     global calls
     calls += 1
-    if calls == int(os.environ["CALL"]) and os.environ["RANK"] == os.environ["CULPRIT"]:
-        print("HANGS", flush=True)
+    if calls == int(os.environ["CALL"]) and os.environ.get("RANK", "0") == os.environ["CULPRIT"]:
+        print("HANGS", os.getpid(), flush=True)
         if "HOLDS" in os.environ:  # this call holds Python's lock
             ctypes.PyDLL(None).sleep(int(os.environ["HOLDS"]))
         else:
@@ -59,6 +61,7 @@ def before(owner, name):
     setattr(owner, name, lambda *arguments: (falter(), original(*arguments))[1])
 
 WHERE = os.environ["WHERE"]
+watchdog.GRACE_SECONDS = float(os.environ.get("GRACE", watchdog.GRACE_SECONDS))
 if WHERE == "forward":
     before(Network, "losses")
 elif WHERE == "writing":
@@ -96,9 +99,10 @@ strategies = pytest.mark.parametrize(
 )
 
 
-def begin(folder: Path, data: Path, program: list[str], **env: str) -> subprocess.Popen[str]:
-    """Start a training of the run in `folder` with two processes."""
-    starter = [sys.executable, "-m", "dlscale.launch.ranks", "--nproc-per-node=2", *program]
+def begin(folder: Path, data: Path, program: list[str], processes: int = 2, **env: str) -> subprocess.Popen[str]:
+    """Start a training of the run in `folder`."""
+    starter = [sys.executable, "-m", "dlscale.launch.ranks", f"--nproc-per-node={processes}", *program]
+    starter = [sys.executable, *program] if processes == 1 else starter
     arguments = [
         *("--config", folder / "config.yaml", "--manifest", data / "manifest.json", "--threads", 2),
         *("--checkpoints", folder / "checkpoints", "--out", folder, "--log", folder / "train.log"),
@@ -151,11 +155,11 @@ def test_a_rank_that_dies_or_is_stopped_is_named(
 
 
 def begin_faulty(
-    folder: Path, data: Path, where: str, call: int = 20, culprit: int = 1, **env: str
+    folder: Path, data: Path, where: str, call: int = 20, culprit: int = 1, processes: int = 2, **env: str
 ) -> subprocess.Popen[str]:
     (folder / "program.py").write_text(FAULTY)
     env = {"WHERE": where, "CALL": str(call), "CULPRIT": str(culprit), **env}
-    return begin(folder, data, [str(folder / "program.py")], **env)
+    return begin(folder, data, [str(folder / "program.py")], processes, **env)
 
 
 @pytest.mark.slow
@@ -193,6 +197,21 @@ def test_a_loader_process_that_hangs_is_named_with_its_line(tmp_path: Path, era5
     end_of(begin_faulty(folder, era5_data, "worker", **{WATCHDOG: "stuck=8"}), folder)
     assert "for process 1 on " in (folder / "train.log").read_text()
     assert f'program.py", line {SLEEP} in falter' in (folder / "train.rank1.log").read_text()
+
+
+@pytest.mark.parametrize("where", ["worker", "forward"])
+def test_a_run_of_one_process_that_hangs_ends(tmp_path: Path, era5_data: Path, where: str) -> None:
+    folder = configure(tmp_path / "run", "era5_vit", 1, loader={"workers": 1}, training={"steps": 100_000})
+    process = begin_faulty(folder, era5_data, where, culprit=0, processes=1, GRACE="6", **{WATCHDOG: "stuck=5"})
+    until("it hangs", lambda: "HANGS" in said(folder), process, lambda: said(folder))
+    if where == "worker":
+        psutil.Process(int(re.findall(r"HANGS (\d+)", said(folder))[0])).suspend()
+    output, part = end_of(process, folder), {"worker": "data", "forward": "forward"}[where]
+    assert process.returncode == LOST
+    assert re.search(
+        rf"no process has made progress for \d+ s, .*: process 0 on \S+ \({part} at \w+\.py:\d+\)", output
+    ), output
+    assert not [each for each in psutil.process_iter(["cmdline"]) if str(folder) in (each.info["cmdline"] or ())]
 
 
 def test_a_user_can_ask_for_all_stacks(tmp_path: Path, era5_data: Path) -> None:
@@ -403,7 +422,7 @@ def test_the_verdict() -> None:
     assert "for process 1 on nid1 (data), process 2 on nid2 (data)" in verdict(WAITS, BEHIND, BEHIND)
     assert not verdict(WAITS, {**BEHIND, "age": 3}), "one rank continues"
     assert not verdict(WAITS, WAITS), "all ranks compute, or wait for the file system"
-    assert "no process is behind" in verdict(*2 * [at(100, "backward", STEPS, 1801)])
+    assert "none is behind" in verdict(*2 * [at(100, "backward", STEPS, 1801)])
     assert "45 s for process 0 on nid0 (backward)" in verdict(WAITS | {"exchanges": 7}, WAITS | {"exchanges": 8})
     assert not verdict(WAITS, BEHIND | {"longest": 6.0}), "an earlier range took 6 s"
     assert not verdict(WAITS, at(98, "forward", OPENING, 51)), "the rank behind compiles"
@@ -489,9 +508,7 @@ def test_the_verdict_between_epochs() -> None:
     assert not verdict(saves, saves), "all ranks write"
     assert "for process 1 on nid1 (checkpoint)" in verdict(saves | {"background": 8}, saves | {"background": 7})
     # Outside of steps, background threads of some ranks may be ahead; this difference has no meaning.
-    assert "no process is behind" in verdict(
-        *[at(100, "backward", STEPS, 1801, exchanges=50, background=n) for n in (7, 8)]
-    )
+    assert "none is behind" in verdict(*[at(100, "backward", STEPS, 1801, exchanges=50, background=n) for n in (7, 8)])
 
 
 def test_the_verdict_on_silence() -> None:

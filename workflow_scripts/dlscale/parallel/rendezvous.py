@@ -43,12 +43,13 @@ def join(geometry: Geometry, device: str) -> Iterator[World]:
             "workflow: site.gpu: false). `dlscale doctor` looks for the reason"
         )
     kind = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    limits = Limits.from_environment()
     if geometry.world_size == 1:
-        yield World(device=torch.device(kind))
+        with contextlib.closing(Watchdog(limits=limits)):
+            yield World(device=torch.device(kind))
         return
     rank, size, local_rank = ranks()
     own = _device(geometry, kind, rank, size, local_rank)
-    limits = Limits.from_environment()
     patience = dt.timedelta(seconds=limits.between) if limits else TIMEOUT
     store, names = _meet(geometry, rank, patience), {each: f"started/{each}" for each in range(size)}
     # If a process hangs before it joins, it has no heartbeat, and PyTorch would wait half an hour without naming it.

@@ -43,6 +43,8 @@ NAMED = 60.0  #: Seconds of waiting after which the log names the awaited ranks,
 #: Phrases in libraries' error messages that indicate that another rank is gone.
 _GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused", "gloo/transport")
 
+_stores: Any = dist  # PyTorch defines the stores at run time only
+
 #: States of a process, as seen by the ranks of its node.
 THERE = "still running"
 STOPPED = "stopped by a signal"
@@ -91,30 +93,29 @@ class Files:
 
 def connect() -> Any:
     """Open a second connection to the store through which the ranks met."""
-    stores: Any = dist  # PyTorch defines the stores at run time only
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
-        store = stores.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=CONNECT))
+        store = _stores.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=CONNECT))
     except dist.DistError as error:
         raise PeerLost(
             f"the store of the processes, {address}:{port}, accepted no connection in {CONNECT:.0f} s "
             f"({brief(error)}). This process also ends"
         ) from error
     store.set_timeout(timedelta(seconds=ANSWER))
-    return stores.PrefixStore("watchdog", store)
+    return _stores.PrefixStore("watchdog", store)
 
 
 class Watchdog:
     """Watchdog over a run's ranks, from construction until `close`; every rank must construct a watchdog."""
 
-    def __init__(self, rank: int, size: int, per_node: int = 1, limits: Limits | None = None) -> None:
+    def __init__(self, rank: int = 0, size: int = 1, per_node: int = 1, limits: Limits | None = None) -> None:
         """Start watching; `per_node` is the number of ranks per node; the ranks of a node are consecutive.
 
         Without `limits`, only a failed exchange ends the run.
         """
         self.rank, self.size, self.limits, self._judges = rank, size, limits or Limits(), limits is not None
         meet, first = os.environ.get(MEET), rank - rank % per_node
-        self._store = Files(Path(f"{meet}.watchdog")) if meet else connect()
+        self._store = _stores.HashStore() if size == 1 else Files(Path(f"{meet}.watchdog")) if meet else connect()
         self._holder = (
             f"the folder {meet}.watchdog, through which the processes of this node watch each other," if meet else ""
         )
@@ -252,16 +253,14 @@ class Watchdog:
         # Within one range, the rank with more exchanges is ahead; while saving, background exchanges also count.
         places = [(s.entered, s.exchanges, s.background if s.range == ranges.SAVING else 0) for s in self._seen]
         behind = [rank for rank, place in enumerate(places) if place == min(places)]
-        limit = self._limit(behind)
+        limit, names = self._limit(behind), ", ".join(map(self._place, behind[:8]))
         waited = min(quiet + sign.age for quiet, sign in zip(self._quiet, self._seen, strict=True))
         if len(behind) == self.size:  # all ranks compute, or wait for the network or the file system
-            verdict = f"all processes have waited for {limit:.0f} s in different operations: "
-            verdict += ", ".join(map(self._place, behind[:8]))
+            verdict = f"all processes have waited for {limit:.0f} s in different operations: {names}"
             if len({s.line for s in self._seen}) == 1 or not all("#" in s.line for s in self._seen):
                 limit = max(limit, GRACE_SECONDS)
-                verdict = f"no process has made progress for {limit:.0f} s, and no process is behind the others"
+                verdict = f"no process has made progress for {limit:.0f} s, and none is behind the others: {names}"
             return verdict if waited > limit else ""
-        names = ", ".join(map(self._place, behind[:8]))
         if NAMED < waited <= limit and behind != self._named:
             self._named = behind
             logging.warning(

@@ -165,8 +165,8 @@ class Step:
             self._gradients.complete()
             self.weights.collect_gradients()
             if self.skips:
-                gradients = [p.grad for p in self.weights.updated if p.grad is not None and self._trained]
-                self._gradients.check(loss, numbers(gradients), True)
+                trained = self.weights.updated if self._trained else ()
+                self._gradients.check(loss, numbers([p.grad for p in trained if p.grad is not None]), True)
                 self.scaler.left_out = self.bad
             if self._gradients.clips:
                 self.scaler.unscale_(self.optimizer)
@@ -179,8 +179,9 @@ class Step:
             if not self.skips:  # NaN gradients make weights NaN, which are checked faster than gradients
                 self._gradients.check(loss, self._trained, False)
             self.weights.distribute()
+            bad = self.bad > 0
             for buffer, value in kept:
-                buffer.copy_(torch.where(self.bad > 0, value, buffer))
+                torch.where(bad, value, buffer, out=buffer)
         return loss
 
     def gradients(self, x: Any, y: Any, weight: float = 1.0) -> torch.Tensor:
