@@ -27,6 +27,7 @@ let_threads_wait()  # before any import loads OpenMP
 import torch  # noqa: E402
 
 from bench import (  # noqa: E402
+    archives,
     compute,
     digits,
     images,
@@ -49,6 +50,7 @@ from dlscale.parallel.world import World  # noqa: E402
 GROUPS = {
     "crops": loading.crops,
     "pairs": loading.pairs,
+    "archives": archives.archives,
     "images": images.images,
     "packs": packed.packs,
     "steps": training.steps,

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench import training
+from bench import archives, published, training
 from bench.cases import Case
 from bench.gpu_checks import UNET, Errors, rung_equals_plain
 from bench.loading import cold
@@ -33,7 +33,7 @@ from tests.waiting import PATIENCE
 def test_benchmarks_run(tmp_path: Path) -> None:
     """All benchmarks run, except the benchmarks of the workflow, whose code other tests cover."""
     groups = [
-        *("crops", "pairs", "images", "packs", "steps", "full", "rungs", "models"),
+        *("crops", "pairs", "archives", "images", "packs", "steps", "guards", "full", "rungs", "models"),
         *("digits", "ranks", "watching", "outside", "profilers", "preprocess"),
     ]
     command = [sys.executable, str(ROOT / "bench/run.py"), "--quick", "--json", str(tmp_path / "out.json")]
@@ -58,6 +58,13 @@ def test_benchmarks_run(tmp_path: Path) -> None:
     assert counted["training, ViT 96×192, direct"]["stored bytes/sample"] == 2 * 2 * 20 * 96 * 192
     assert counted["preprocess, downsample 2"]["bytes read"] > 128**3 * 9 * 4
     assert list(tmp_path.iterdir()) == [tmp_path / "out.json"]
+
+
+def test_the_archive_has_the_values_of_the_published_layout(tmp_path: Path) -> None:
+    paths, numbers = archives.write(tmp_path, 2), (np.float32(0.1), np.float32(1.5))
+    ours = archives.Archive(paths["archive"], *numbers, 1)[0]
+    theirs = published.Pairs(paths["published"], *numbers, 1)[0]
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)) and not torch.equal(*ours)
 
 
 @pytest.mark.slow

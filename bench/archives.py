@@ -1,0 +1,143 @@
+"""Loading speed, samples/s, of ERA5 pairs from a compressed Zarr v3 archive and from dlscale's prepared HDF5 file.
+
+The archive has one array per variable and one chunk per state, compressed by Blosc (LZ4, level 5, shuffled bytes), as
+in ARCO-ERA5. Its values are smooth fields with 16 bits per number, as in ERA5's GRIB files. The reader of the archive
+is the tutorial's dataset with `zarr` instead of `h5py`, in processes of PyTorch's DataLoader.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import h5py
+import numpy as np
+import psutil
+import torch
+import zarr
+from numpy.typing import NDArray
+from torch.nn import functional as F
+from zarr.codecs import BloscCodec, BloscShuffle
+
+from bench import published
+from bench.loading import (
+    CHANNELS_ERA5,
+    COLUMNS,
+    ROWS,
+    WORKERS,
+    Contestants,
+    best_of,
+    direct_of,
+    manifest,
+    program_rate,
+    rate,
+    series_field,
+)
+from bench.measure import Options, Row, in_turns
+from dlscale.data import store
+from dlscale.extensions.era5_vit.era5.kind import PairSamples
+from dlscale.extensions.era5_vit.era5.samples import Pairs
+
+#: Minimum ratio of the speed of `direct` to the archive's reader with its best number of workers.
+TARGET = 3.0
+
+
+def state(time: int) -> NDArray[np.float32]:
+    """Return smooth fields, float32 [channel, row, column], whose values have 16 bits, as GRIB packs them."""
+    coarse = torch.randn(1, CHANNELS_ERA5, ROWS // 16, COLUMNS // 16, generator=torch.Generator().manual_seed(time))
+    fine = F.interpolate(coarse, (ROWS, COLUMNS), mode="bicubic")[0].numpy()
+    low, high = (extreme(fine, axis=(1, 2), keepdims=True) for extreme in (np.min, np.max))
+    return np.asarray(low + np.round((fine - low) / (high - low) * 65535) * ((high - low) / 65535), np.float32)
+
+
+class Archive(published.Pairs):
+    """Pairs of consecutive states of a Zarr archive, standardised in place as the tutorial does."""
+
+    def _state(self, time: int) -> torch.Tensor:
+        group = zarr.open_group(self.path, mode="r")
+        values = np.stack([group[f"channel{channel}"][time] for channel in range(CHANNELS_ERA5)])  # type: ignore[index]
+        values -= self.means
+        values /= self.stds
+        return torch.as_tensor(values)
+
+    def __getitem__(self, index: int) -> published.Pair:
+        return self._state(index), self._state(index + 1)
+
+
+def write(folder: Path, times: int) -> dict[str, Path]:
+    """Write the same states as an archive, in the tutorial's layout, and as `assemble` stores them."""
+    paths = {"archive": folder / "era5.zarr", "published": folder / "published.h5", "fp16": folder / "fp16.h5"}
+    field = series_field(times, CHANNELS_ERA5, ROWS, COLUMNS)
+    codec = BloscCodec(cname="lz4", clevel=5, shuffle=BloscShuffle.shuffle)
+    group = zarr.create_group(paths["archive"], zarr_format=3)
+    arrays = [
+        group.create_array(
+            f"channel{channel}", shape=(times, ROWS, COLUMNS), chunks=(1, ROWS, COLUMNS), dtype="f4", compressors=codec
+        )
+        for channel in range(CHANNELS_ERA5)
+    ]
+    scaling = np.zeros(CHANNELS_ERA5), np.ones(CHANNELS_ERA5)
+    with h5py.File(paths["published"], "w") as plain, h5py.File(paths["fp16"], "w") as half:
+        targets = store.create(plain, field), store.create(half, field, dtype="float16", scaling=scaling)
+        for row in range(times):
+            values = state(row)
+            for array, channel in zip(arrays, values, strict=True):
+                array[row] = channel
+            for target in targets:
+                store.write(target, field.select(row, row + 1), values[None])
+    return paths
+
+
+def cores(action: Callable[[], float], samples: int, used: list[float]) -> Callable[[], float]:
+    """Return a function that calls `action` and appends to `used` the processor seconds of all processes per sample."""
+
+    def total() -> float:
+        here = psutil.Process()
+        times = [process.cpu_times() for process in (here, *here.children(recursive=True))]
+        return float(sum(each.user + each.system for each in times))
+
+    def measure() -> float:
+        before = total()
+        found = action()
+        used.append((total() - before) / samples)
+        return found
+
+    return measure
+
+
+def archives(options: Options) -> list[Row]:
+    """Measure pairs of atmospheric states, 20 standardised channels at 360 x 720, in batches of 4."""
+    times, count = (13, 12) if options.quick else (33, 32)
+    paths, field = write(options.folder, times), series_field(times, CHANNELS_ERA5, ROWS, COLUMNS)
+    numbers = [
+        np.full((CHANNELS_ERA5, 1, 1), getattr(field.transforms[0], key), np.float32) for key in ("offset", "scale")
+    ]
+    stored = {
+        name: sum(file.stat().st_size for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file())
+        for name, path in paths.items()
+    }
+    names = {workers: f"Zarr v3, {workers} workers" for workers in WORKERS}
+    with ExitStack() as stack:
+        contestants: Contestants = {
+            name: program_rate(stack, Archive(paths["archive"], *numbers, count), 4, workers)
+            for workers, name in names.items()
+        }
+        for name in ("published", "fp16"):
+            settings = PairSamples(kind="pairs", train=count)
+            samples = Pairs(manifest(paths[name], "era5", [field]), "train", settings, seed=0)
+            contestants[f"direct, {name}"] = rate(stack, direct_of(samples, 4))
+        used: dict[str, list[float]] = {name: [] for name in contestants}
+        found = in_turns(
+            options.repetitions, {name: cores(each, count, used[name]) for name, each in contestants.items()}
+        )
+    best = best_of([found[name] for name in names.values()])
+    fastest = next(name for name in names.values() if found[name] is best)
+    rows = []
+    for name, rates in found.items():
+        form = name.removeprefix("direct, ") if name not in names.values() else "archive"
+        counted = {"stored bytes/sample": 2 * stored[form] / times, "CPU s/sample": statistics.median(used[name])}
+        target = TARGET if form == "fp16" else None
+        rows.append(Row(f"ERA5 pairs, {name}", "samples/s", rates, fastest, best, counted, target))
+    return rows
