@@ -256,7 +256,8 @@ def draw(paths: Iterable[str], count: int, seed: int) -> list[Mutation]:
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.stmt) and not isinstance(getattr(node, "value", None), ast.Constant)
     ]
-    tests = sorted((ROOT / "tests").glob("**/test_*.py"), key=lambda test: len(changed.reached(test)))
+    # The tests in folders need a cluster, a container engine or a complete workflow.
+    tests = sorted((ROOT / "tests").glob("test_*.py"), key=lambda test: len(changed.reached(test)))
     for file, node in choose.sample(places, len(places)):
         part: Any = node if not hasattr(node, "body") else getattr(node, "test", None)
         choices = [] if part is None else [*mutated(part), *([] if part is node else [f"not ({ast.unparse(part)})"])]
