@@ -185,6 +185,8 @@ def test_a_run_imports_only_the_modules_of_one_study(stage: str, study: str) -> 
     assert MODELS & set(reached) == MODELS & set(own) != set()
     assert of_kinds(reached) == of_kinds(own)
     assert {*of_kinds(reached).values()} <= {registry.study(study).dataset}
+    if stage not in ("program", "headroom"):  # stages of external programs
+        assert not {*registry.provider("Program")} & set(reached)
     assert not {f"{KINDS[kind]}.{role}" for kind in KINDS for role in ("source", "preview", "describe")} & set(reached)
 
 

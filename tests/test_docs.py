@@ -110,6 +110,7 @@ def test_both_pages_install_alike_on_perlmutter() -> None:
 
 
 def test_the_site_has_all_pages() -> None:
-    """Each page of docs/ is in the navigation exactly once."""
+    """Each page of docs/ is in the navigation exactly once, and no page hides the navigation."""
     nav = names(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
     assert len(nav) == len(set(nav)) and {page.name for page in (ROOT / "docs").glob("*.md")} <= set(nav)
+    assert not [page for page in PAGES if re.match(r"---\n(?:.*\n)*?hide:", page.read_text())]

@@ -529,6 +529,14 @@ def test_raw_files(tmp_path: Path, kind: str) -> None:
         assert probe.probe_data("mine", files(tmp_path / "three.h5", two), tmp_path).status == "FAIL"
 
 
+@pytest.mark.parametrize("kind", ["files", "prepared"])
+def test_a_folder_in_place_of_a_file_is_found_before_a_job(tmp_path: Path, kind: str) -> None:
+    (one := tmp_path / "one.h5").write_bytes(b"1")
+    (folder := tmp_path / "two.h5").mkdir()
+    found = probe.probe_data("mine", files(one, folder, kind=kind), tmp_path)
+    assert found.status == "FAIL" and f"{folder}: a folder; expected a file. Name the files in the folder" in found.text
+
+
 # ---- disks ---------------------------------------------------------------------------------
 
 

@@ -147,11 +147,15 @@ def test_an_inaccessible_file_is_no_input(tmp_path: Path) -> None:
     assert os.waitpid(child, 0)[1] == 0
 
 
-def test_stages_that_a_program_does_not_have_are_refused(tmp_path: Path) -> None:
-    """If a call requests files of a stage that an external program does not have, the call is refused."""
+@pytest.mark.parametrize("name", ["profile", "train"])
+def test_stages_that_a_program_does_not_have_are_refused(tmp_path: Path, name: str) -> None:
+    """If a call requests files of a stage that an external program does not have, the call is refused.
+
+    The stage `program` replaces `train`, so that a program has no `metrics.jsonl`.
+    """
     found = jobs(tmp_path, {"program": {"command": ["true"]}})
-    with pytest.raises(AssertionError, match="profile: a run of an external program has no such stage"):
-        found.runs.params("profile")(RUN)
+    with pytest.raises(AssertionError, match=f"{name}: a run of an external program has no such stage"):
+        found.runs.params(name)(RUN)
 
 
 @pytest.mark.parametrize(

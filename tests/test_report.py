@@ -19,13 +19,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from html import unescape
 from html.parser import HTMLParser
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import yaml
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.image import imsave
+from PIL import Image
 
 from dlscale.config.records import PlanKind, PlanRecord, Published, RunReference
 from dlscale.config.resolve import load_files
@@ -45,6 +48,7 @@ from dlscale.report.evidence import bound
 from dlscale.report.figures import joules
 from dlscale.report.verdict import disturbance, judge_run
 from dlscale.results import read_plan, read_run
+from dlscale.studies.figures import values as draw_values
 from dlscale.train.provenance import Provenance
 from tests.conftest import ROOT, stage
 from tests.test_environment import BEFORE
@@ -1693,6 +1697,44 @@ def test_equal_curves_and_points_at_the_frame_are_visible() -> None:
     )
     assert all(main["encoding"][axis]["scale"]["padding"] > 0 for axis in "xy")
     assert figures.CONFIG["axisY"]["titleLimit"] == {"expr": "height"}
+
+
+def test_a_thumbnail_has_the_complete_width(results: Results) -> None:
+    """A wide figure keeps its right edge; a tall figure keeps its top."""
+    for name, size, expected in (("wide", (30, 600), (14, 280)), ("tall", (600, 280), (120, 280))):
+        pixels = np.zeros(size, np.uint8)
+        pixels[: size[0] // 3, -size[1] // 10 :] = 255
+        imsave(results.run("p", name) / "prediction.png", pixels, cmap="gray")
+        small = sections.thumbnail(read_plan(results.plan("p", {name: name})))
+        with Image.open(BytesIO(base64.b64decode(small or ""))) as image:
+            found = np.asarray(image.convert("L"))
+        assert found.shape == expected and found[:4, -20:].min() > 200 and found[:, :240].max() < 50, name
+
+
+def test_the_figure_of_vectors_has_complete_texts() -> None:
+    """No text of the figure for studies without a figure is cut at the figure's edge."""
+    canvas = FigureCanvasAgg(figure := draw_values(np.full(2, 0.5869), np.full(2, -1234.5)))
+    canvas.draw()
+    (axis,) = figure.axes
+    titles = axis.get_legend().get_texts()
+    assert [each.get_text() for each in titles] == ["target", "prediction"]
+    for each in (*titles, axis.xaxis.label, axis.yaxis.label):
+        box = each.get_window_extent()
+        assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1, each
+
+
+def test_paper_and_windows_of_middle_width_have_rules() -> None:
+    """On paper, controls and tables of values are hidden and tables are complete. Three answers fill two columns."""
+    style = (Path(report.__file__).parent / "templates/style.css").read_text()
+    _, _, paper = style.partition("@media print {")
+    hidden = re.search(r"^  (.*) { display: none; }$", paper, re.MULTILINE)
+    assert hidden and {"nav", ".button", ".choices", ".runs", ".values"} <= {*hidden[1].split(", ")}
+    assert "  .scroll, .provenance, pre { overflow: visible; max-height: none; }\n" in paper
+    _, _, middle = style.partition("@container (min-width: 32rem) and (max-width: 50rem) {")
+    assert middle.splitlines()[1:3] == [
+        "  .answers { grid-template-columns: 1fr 1fr; }",
+        "  .answers > div:last-child:nth-child(odd) { grid-column: 1 / -1; }",
+    ]
 
 
 def test_a_tuned_plan_shows_the_winner(results: Results) -> None:

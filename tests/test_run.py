@@ -215,6 +215,8 @@ def test_help_lists_the_commands_of_users_without_the_stages() -> None:
     listed = re.findall(r"^    ([a-z][a-z-]+(?: --[a-z]+)?) +\S", text, re.MULTILINE)
     assert sorted(listed) == sorted(["run", *cli.QUERIES]) and len(listed) <= 20
     assert {*listed, *STAGES} == {*commands} and "preprocess" not in text
+    measure = " ".join(commands["measure"].format_help().split())
+    assert "--rate PATTERN pattern of the printed speed: a regular expression with one group" in measure
 
 
 def test_an_environment_need_not_be_activated(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -403,6 +403,21 @@ def test_the_charts_show_measured_and_ideal_values(weak: PlanResult) -> None:
     assert all(100 * each.noise > 3 for each in efficiencies[1:])
 
 
+@pytest.mark.parametrize("loading", [100.0, 1e6])
+def test_loading_that_would_flatten_the_other_lines_is_not_drawn(results: Results, loading: float) -> None:
+    for devices in (1, 2):
+        rates = (trials(loading), trials(100.0 * devices), trials(90.0 * devices))
+        measured(results, f"d{devices}", devices, 16 * devices, rates)
+    plan = read_plan(results.plan("plan", {"d1": "1", "d2": "2"}, kind="weak_scaling", measure=("throughput",)))
+    view = scaling.section(plan)
+    assert view and {row["mode"] for row in view.charts[0].rows} == {
+        "computing",
+        "training",
+        *(["loading"] if loading == 100.0 else []),
+    }
+    assert ("Loading is not drawn" in view.charts[0].about) is (loading > 100.0)
+
+
 def test_the_first_view_of_weak_scaling_shows_the_efficiency(weak: PlanResult) -> None:
     """The efficiency on 8 devices is 80 %. Communication is 20 %, by comparison with a run without averaging."""
     line = r"plan: 576 samples/s, efficiency 80 % ± 4 % on 8 devices .* communication .* 20 % ± 4 %"

@@ -26,6 +26,8 @@ SEARCHES = {
     "why does it run again": "fingerprints",
     "±": "words",
     "what does ± mean": "words",
+    "university": "slurm",
+    "university cluster": "slurm",
 }
 
 

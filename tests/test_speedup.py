@@ -268,6 +268,23 @@ def test_runs_of_the_same_work_give_no_headline(results: Results) -> None:
     )
 
 
+def test_sentences_that_readers_misunderstood_are_complete(results: Results) -> None:
+    """The page says what paired timing is, why rates may differ from ratios, and what signs and directions mean."""
+    timed(results, "first", 100.0, None)
+    timed(results, "second", 150.0, noisy(1.5, spread=0.01))
+    plan_of(results, "first", "second")
+    said = Page(results.report()).text.replace("\u00a0", " ")
+    for sentence in (
+        "Single-process runs were timed alternately with first, so that slow-downs of the machine affect both runs. "
+        "The speeds below the bars were measured separately, so their ratios may differ from the bars.",
+        "Bars to the right mean less error than persistence, and bars to the left mean more error",
+        "±half-width of a 95 % interval, which contains the true value in 95 of 100 measurements",
+        "efficiencymeasured rate divided by the ideal rate",
+        "communicationfraction by which a step is shorter in the run without gradient averaging",
+    ):
+        assert sentence in said
+
+
 @pytest.mark.parametrize("several", [2, 9, 16])
 def test_many_equal_runs_give_no_headline(results: Results, several: int) -> None:
     """In at most 5 % of 200 plans of equal runs (spread 5 %), the report calls another run faster than the first.

@@ -346,6 +346,8 @@ def test_the_best_trials_continue_and_the_page_shows_all(
     assert plan.best and plan.best.name in chosen.trials and plan.ranked[-1].name == "lr-1e30"
     assert [row["optimizer.lr"] for row in rows_of(plan)] == [0.001, 1.0, 1e30, 0.3]
     text = page("Sweep", [plan], [tiny_data("mnist_cnn")], tmp_path)
+    assert sections.line(plan).startswith(f"swept: best of 4 trials: {plan.best.name}, "), "a sweep looks for the best"
+    assert 0 < text.index("<h4>Which is best?</h4>") < text.index("<h4>How fast?</h4>")
     assert (
         "from: swept." + plan.best.name in text and f"optimizer:\n  lr: {plan.best.settings['optimizer']['lr']}" in text
     )

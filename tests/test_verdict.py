@@ -208,6 +208,15 @@ def test_a_single_cause_is_named_with_the_cost(name: str) -> None:
     assert found.share == (None if share is None else pytest.approx(share))
 
 
+def test_gradient_averaging_is_described_by_both_rates() -> None:
+    throughput, *_ = CASES["communication"]
+    (found,) = verdict(Evidence(SETTINGS, throughput)).findings
+    assert found.why == (
+        "Gradient averaging over 4 processes lowers the rate of computing alone from 150 to 100 samples/s."
+    )
+    assert "If memory is short, raise accumulation_steps, because gradients are averaged once per step." in found.todo
+
+
 @pytest.mark.parametrize(
     ("throughput", "profile"),
     [
@@ -505,6 +514,19 @@ def test_the_limit_of_an_external_program(measured: Throughput, expected: list[s
     found = verdict(Evidence({}, measured)).findings
     assert [each.cause for each in found] == expected
     assert all(each.why and each.todo for each in found)
+
+
+@pytest.mark.parametrize("waiting", [0.05, None])
+def test_the_card_of_a_program_has_the_findings_of_the_terminal(tmp_path: Path, waiting: float | None) -> None:
+    """The card does not ask for loading alone and computing alone, which a program does not have."""
+    results, found = Results(tmp_path / "results"), program(waiting=waiting, training=0.4)
+    told = " ".join(" ".join(lines("p.r", verdict(Evidence({}, found)))).split())
+    assert "much time outside training, about 60 %" in told
+    found.write(results.run("p", "r", epochs=0) / "throughput.json")
+    results.plan("p", {"r": "R"}, measure=("throughput",))
+    card = results.report().partition("<h4>What bounds it?</h4>")[2].partition("<h4>How good?</h4>")[0]
+    assert "<b>Much time outside training, about 60\u00a0%:</b>" in card and "Not measured" not in card
+    assert f'<p class="big word">{"not known" if waiting is None else "computation"}</p>' in card
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,9 @@ class Context:
     configuration: Configuration
     site: Site  #: Site, with `auto` resolved.
     page: str  #: Path of the page of all targets.
-    call: Sequence[str]  #: Command that calls the workflow again with this call's settings.
+    #: Snakemake command that calls the workflow again with this call's settings; also after `dlscale run`, which calls
+    #: Snakemake, because Snakemake's options, such as --force, can follow.
+    call: Sequence[str]
     own_settings: Sequence[str]  #: Arguments of `call` that contain the settings.
     is_live: bool  #: Whether the call writes a live page of the targets.
     image: str  #: Identity of the container image; empty without an image.
