@@ -590,10 +590,27 @@ def test_the_published_plan_has_the_settings_of_the_program() -> None:
     rates = [learning_rate(run.schedule, peak, epoch * steps, 90 * steps, steps) for epoch in (5, 30, 60, 80, 89)]
     np.testing.assert_allclose(rates, [5.2, 0.52, 0.052, 0.0052, 0.0052], rtol=1e-12)
     # The programs without Apex begin at 0.1, for any batch, and divide by 10 every 30 epochs.
-    plain = resolve.load({"targets": ["imagenet_published_ladder"]}).plans["imagenet_published_ladder"]["ddp"].run
+    ladder = resolve.load({"targets": ["imagenet_published_ladder"]}).plans["imagenet_published_ladder"]
+    # `--workers`: by default 4, which imagenet_ddp.py divides by the four GPUs of a node; 20 in the Apex command.
+    workers = {name: each.run.loader.workers for name, each in ladder.items() if each.run.loader.kind == "torch"}
+    assert workers == {"single": 4, "dp": 4, "ddp": 1} | dict.fromkeys(
+        ["o0", "o1", "o3", "o2", "nodes2", "channels_last"], 20
+    )
+    plain = ladder["ddp"].run
     peak = peak_rate(plain.schedule, plain.optimizer.lr, plain.batch_size)
     rates = [learning_rate(plain.schedule, peak, epoch * 7, 90 * 7, 7) for epoch in (0, 29, 30, 60, 89)]
     np.testing.assert_allclose(rates, [0.1, 0.1, 0.01, 0.001, 0.001], rtol=1e-12)
+
+
+def test_weak_scaling_has_the_runs_of_the_published_throughput() -> None:
+    """Each run has the settings of the published run on as many GPUs, and this run's published throughput."""
+    weak, full = resolve.load({"targets": ["imagenet_weak"]}).plans["imagenet_weak"], run_of()
+    published = resolve.study_files()["imagenet_resnet50"].published
+    rates = {2: 1582, 4: 3003, 8: 5819, 16: 11257, 32: 19490, 64: 32619}
+    assert list(weak) == [f"b208_ddp_{gpus}" for gpus in rates]
+    for (name, own), (gpus, rate) in zip(weak.items(), rates.items(), strict=True):
+        assert own.run.model_dump(exclude={"label"}) == full[f"gpu{gpus}"].run.model_dump(exclude={"label"})
+        assert [each.speed for each in published if f"imagenet_weak.{name}" in each.runs] == [rate]
 
 
 def test_metrics_are_fractions_of_correct_answers(tmp_path: Path) -> None:

@@ -1704,6 +1704,37 @@ def hooked(folder: Path, *words: object, **more: str) -> subprocess.CompletedPro
     )
 
 
+#: Four processes, whose batches of 8 samples come from as many parts of the data as the argument gives.
+PARTS = """
+import multiprocessing, sys, torch
+from torch.utils.data import DataLoader, DistributedSampler
+torch.set_num_threads(1)
+def train(rank, parts):
+    torch.distributed.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=4)
+    rows, model = list(torch.randn(480, 64)), torch.nn.Linear(64, 1)
+    loader = DataLoader(rows, 8, sampler=DistributedSampler(rows, parts, rank % parts))
+    adam = torch.optim.Adam(model.parameters())
+    for batch in (batch for epoch in range(4) for batch in loader):
+        model(batch).mean().backward()
+        torch.distributed.barrier()
+        adam.step()
+fork = multiprocessing.get_context("fork").Process
+every = [fork(target=train, args=(rank, int(sys.argv[1]))) for rank in range(4)]
+for process in every: process.start()
+for process in every: process.join()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", [2, 4])
+def test_samples_of_processes_that_share_a_batch_count_once(tmp_path: Path, parts: int) -> None:
+    """In tensor parallelism, processes of a group get the same batches."""
+    assert not hooked(tmp_path, program(tmp_path, PARTS), parts, tmp_path / "meet").stderr
+    found = steps.pace(steps.read(tmp_path / "steps")[1])
+    assert found and (found.processes, found.batch_size) == (4, 8 * parts)
+    assert sum(found.rank_rates) * (found.end - found.begin) / found.steps == pytest.approx(8 * parts, rel=0.5)
+
+
 @pytest.fixture(scope="module")
 def loops(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, Path | None]]:
     """Return (exit status, steps file) of each loop, by name."""

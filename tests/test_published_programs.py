@@ -59,7 +59,7 @@ COMMANDS = {
         "imagenet_published.gpu4",
     ),
     "imagenet_published_program_single": (
-        "python imagenet_ddp.py -a resnet50 --batch-size 256 --workers 5 --dist-url file://OUT/meet "
+        "python imagenet_ddp.py -a resnet50 --batch-size 256 --workers 4 --dist-url file://OUT/meet "
         "--dist-backend nccl --world-size 1 --rank 0 /home/shared/imagenet/raw/",
         "imagenet_published_ladder.single",
     ),

@@ -129,8 +129,7 @@ def idle(evidence: Evidence) -> Finding | None:
     program, usage = evidence.outside, evidence.usage("FULL")
     if not (program and usage and evidence.throughput) or evidence.cuda or crowded_out(usage) or slow_process(evidence):
         return None
-    least = min(evidence.throughput.nranks, usage.cores)
-    busy = usage.cpu_seconds / usage.seconds
+    least, busy = min(evidence.throughput.nranks, usage.cores), usage.cpu_seconds / usage.seconds
     share = 1 - busy / least - (program.waiting or 0.0)
     if share < 0.3:
         return None

@@ -414,8 +414,7 @@ def _since_start(path: Path, rows: Sequence[Row], begin: float, end: float) -> l
         for training in _trainings([each for each in dated if each[1][0] == tag]):
             _check_order(path, training)
     # Durations of steps also fit into the run, but hardly grow from step to step.
-    steps = max(row[2] for row in rows) - min(row[2] for row in rows)
-    growth = max(seconds) - min(seconds)
+    steps, growth = max(row[2] for row in rows) - min(row[2] for row in rows), max(seconds) - min(seconds)
     if growth < MIN_GROWTH * lasted or (growth < seconds[0] and steps * seconds[0] <= lasted):
         raise UserError(f"log of steps {path}: `time` {times[0]} {_other_clock(known, lasted)}; {EXPECTED}")
     return dated

@@ -288,8 +288,7 @@ def lines(folder: Path, throughput: Throughput, verdict: Verdict) -> list[str]:
 
 def _page(plan: Path) -> Path:
     """Write the page and the plan of all measured programs; return the page's path."""
-    found = _runs(plan)
-    known = list[tuple[str, RunResult]]()
+    found, known = _runs(plan), list[tuple[str, RunResult]]()
     for folder in sorted(found, key=lambda folder: (folder / "throughput.json").stat().st_mtime):
         try:
             run = read_alone(folder)

@@ -320,16 +320,14 @@ def flames(stacks: Sequence[Stack], width: int = 1200, height: int = 17) -> str:
         path = (f"process {stack.processes[-1]}", *(re.sub(r":\d+\)$", ")", frame) for frame in stack.frames))
         for depth in range(len(path)):
             paths[path[: depth + 1]] += stack.count
-    begins = dict[tuple[str, ...], float]()
-    inside = defaultdict[tuple[str, ...], float](float)
+    begins, inside = dict[tuple[str, ...], float](), defaultdict[tuple[str, ...], float](float)
     for path in sorted(paths):
         outer, wide = path[:-1], width * paths[path] / looks
         begins[path] = begins.get(outer, 0.0) + inside[outer]
         inside[outer] += wide
         if wide < 1:
             continue
-        deepest = max(deepest, len(path))
-        hue = sum(map(ord, path[-1])) % 40 + 15
+        deepest, hue = max(deepest, len(path)), sum(map(ord, path[-1])) % 40 + 15
         place = f'x="{begins[path]:.1f}" y="{height * (len(path) - 1)}"'
         title = f"{html.escape(path[-1])}, {percent(paths[path] / looks)}"
         drawn.append(

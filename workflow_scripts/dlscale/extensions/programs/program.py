@@ -53,8 +53,7 @@ def main(args: argparse.Namespace) -> None:
     If `program.losses` is set, also write the losses that the program logged or printed into `program.jsonl`.
     """
     run, folder, keep = load_run(args.config, "program"), Path(args.out), Path(args.keep)
-    steps = folder / "steps"
-    known = folder / SOURCES
+    steps, known = folder / "steps", folder / SOURCES
     resumed = resumes(run.program, keep) and known.exists() and read_text(known) == args.sources
     if keep.exists() and not resumed:
         logging.info(
@@ -119,8 +118,7 @@ def resumes(program: Any, keep: Path) -> bool:
     `program.resume` must be set. All files in `keep` that `program.resume` names must exist; if `program.resume` names
     no files in `keep`, any file is enough.
     """
-    words = Words(program, str(keep.absolute()), resumed=True).resume
-    here = f"{keep.absolute()}/"
+    words, here = Words(program, str(keep.absolute()), resumed=True).resume, f"{keep.absolute()}/"
     named = [Path(word[word.index(here) :]) for word in words if here in word]
     return bool(words) and keep.is_dir() and all(each.exists() for each in named) and any(keep.iterdir())
 

@@ -76,6 +76,7 @@ class Process:
     loops: list[float] = field(default_factory=list)  #: Begin of each loop over `timed(loader)`; empty if unknown.
     #: Batches: time of delivery, name of the loader's iterator, seconds waited, samples (0 if unknown).
     batches: list[tuple[float, str, float, int]] = field(default_factory=list)
+    copies: dict[str, int] = field(default_factory=dict)  #: Processes that get an iterator's batches, if several.
     #: Threads in which steps ended; threads that fetched batches, by iterator.
     trainers: set[str] = field(default_factory=set)
     fetchers: dict[str, set[str]] = field(default_factory=dict)
@@ -116,8 +117,8 @@ class Pace:
 def read(folder: Path) -> tuple[str, list[Process]]:
     """Return the most reliable of `WAYS` that detected steps in `folder`, and the processes with steps, by rank.
 
-    Left out are helpers, and processes that did not run at the same time as the process with the longest training
-    (`Process.others`), such as the processes of an earlier try.
+    Left out are helpers, and processes that did not run during the longest training (`Process.others`), such as those
+    of an earlier try.
     """
     for way in WAYS:
         found = [_process(path) for path in files(folder, way)]
@@ -214,6 +215,8 @@ class Tail:
         elif kind == "g":
             found.gaps.append((self._shift + _seconds(words[0]), self._shift + _seconds(words[1])))
             found.cut += self._before == "b"
+        elif kind == "c":
+            found.copies[words[0]] = max(int(words[1]), 1)
         elif kind == "p":
             found.gradients += int(words[0])
         found.cut -= self._before == "g" and kind == "s"
@@ -477,6 +480,9 @@ def pace(processes: Sequence[Process], batch_size: int | None = None, apart: Seq
         return None
     if not known:
         sizes = [(batch_size or 1) / len(each)] * len(each)
+    # Processes that share a model, as in tensor parallelism, train on copies of the same batch.
+    shared = [one.copies.get(name, 1) for one, names in zip(processes, iterators, strict=True) for name in names]
+    copies = min(shared) if known else 1
     usual, amounts = 0, list[list[float]]()
     for steps, kept, size in zip(every, each, sizes, strict=True):
         samples = _sizes(steps) if known else []
@@ -486,7 +492,9 @@ def pace(processes: Sequence[Process], batch_size: int | None = None, apart: Seq
         exact = known and all(step.batches for step in steps)  # otherwise batches are fetched for later steps
         one = sum(samples) / max(sum(step.batches for step in steps if step.samples), 1)  # samples of a batch
         relative = [step.samples / step.batches / one if known and step.batches else 1.0 for step in kept]
-        amounts.append([step.samples if exact else mean * of for step, of in zip(kept, relative, strict=True)])
+        amounts.append(
+            [(step.samples if exact else mean * of) / copies for step, of in zip(kept, relative, strict=True)]
+        )
     rank_rates = [sum(amount) / sum(step.seconds for step in kept) for amount, kept in zip(amounts, each, strict=True)]
     uneven = any(map(_differ, map(_sizes, every))) or any(map(_has_frequent_long_steps, each))
     for count in range(max(1, min(WINDOWS, min(map(len, each)) // 3)), 0, -1):
@@ -504,7 +512,7 @@ def pace(processes: Sequence[Process], batch_size: int | None = None, apart: Seq
         processes=len(each),
         steps=len(each[0]),
         samples=known or batch_size is not None,
-        batch_size=usual if known else batch_size,
+        batch_size=round(usual / copies) if known else batch_size,
         rates=rates,
         seconds=seconds,
         rank_rates=rank_rates,
@@ -582,14 +590,12 @@ def pace_of_rates(
 
     The rates are samples/s, or steps/s if `steps`. If there are more than three rates, the first rate is warm-up.
     """
-    times = [begin, *(when for when, _ in printed)]
-    skipped = 1 if len(printed) > 3 else 0
+    times, skipped = [begin, *(when for when, _ in printed)], 1 if len(printed) > 3 else 0
     spans = list(itertools.pairwise(times))
     kept = [place for place in range(skipped, len(printed)) if not _within(*spans[place], apart)]
     if not kept:
         return None
-    factor = (batch_size or 1) if steps else 1
-    lines = list[tuple[float, float]]()
+    factor, lines = (batch_size or 1) if steps else 1, list[tuple[float, float]]()
     # Lines that were read together have the same time: they count as one line with their mean rate.
     for _, same in itertools.groupby(kept, key=lambda place: times[place + 1]):
         places = list(same)
@@ -725,8 +731,7 @@ def pace_of_log(
     if not spans:
         return None
     kept = _without_pauses(spans)
-    windows = _windows(kept)
-    share = batch_size or 1
+    windows, share = _windows(kept), batch_size or 1
     lasted = sum(seconds for seconds, _ in kept)
     return Pace(
         begin=points[1][0],

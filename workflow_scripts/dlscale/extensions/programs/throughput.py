@@ -64,7 +64,6 @@ def enough(settings: Any, program: RunProgram, printed: int) -> bool:
             )
     if not ends:
         return False
-    least = min(ends, key=len)
-    warm = settings.warmup * settings.batches
+    least, warm = min(ends, key=len), settings.warmup * settings.batches
     wanted = warm + settings.trials * settings.batches
     return len(least) >= wanted and least[-1] - least[warm] >= settings.trials * settings.seconds

@@ -68,9 +68,10 @@ class Log:
     """File `WAY.HOST.PID` with the batches that a process received, and the steps that the process ended.
 
     The first line has the time of day, the process's clock at that time, the process's rank, and the id of its parent
-    process. Times are in seconds. In a long run there are gaps without notes; each gap has a line in the file. Adding a
-    note must be little work, because the code and data for notes are rarely in the CPU's caches.
+    process. Times are in seconds. In a long run there are gaps without notes; each gap has a line in the file.
     """
+
+    # Adding a note must be little work, because the code and data for notes are rarely in the CPU's caches.
 
     def __init__(self, way: str) -> None:
         self._way, self._rank = way, rank()
@@ -122,10 +123,10 @@ class Log:
         if self.on:
             self._notes.append(f"l {clock():.6f}\n")
 
-    def gradients(self, size: int) -> None:
-        """Note the bytes of the gradients that an optimiser uses."""
+    def fact(self, kind: str, *values: int) -> None:
+        """Note the bytes of an optimiser's gradients (p), or the number of copies of an iterator's batches (c)."""
         if self.on:
-            self._notes.append(f"p {size}\n")
+            self._notes.append(f"{kind} {' '.join(map(str, values))}\n")
 
     def step(self, part: int = 0) -> None:
         """Note that a step, or one optimiser's part of the step, ended now; also note the process's CPU time."""

@@ -95,8 +95,7 @@ class ProgramSubject:
             self._signal(signal.SIGCONT)
             with contextlib.suppress(TurnFailed):
                 self._wait(lambda since=begin: len(self._ends(since)) > steps)  # type: ignore[misc]
-            ended = self._process is None or self._process.poll() is not None
-            ends = self._ends(begin)
+            ended, ends = self._process is None or self._process.poll() is not None, self._ends(begin)
             if ended and (self._process is None or self._process.poll()):
                 raise TurnFailed("a program failed during paired timing")
             if ended:

@@ -130,7 +130,7 @@ class Watcher:
             except TypeError:  # an optimiser with `__slots__` has no weak references
                 return id(optimizer)
             self._known[id(optimizer)] = number, own
-            self._log.gradients(followed(optimizer))
+            self._log.fact("p", followed(optimizer))
         return number
 
     def _optimizers_of_pytorch_1(self, module: Any) -> None:
@@ -202,6 +202,8 @@ class Watcher:
                 wait, own = clock() - begin, loader.__dict__
                 if "_dlscale_number" not in own:
                     own["_dlscale_number"] = next(numbers)
+                    if (count := copies(loader)) > 1:
+                        log.fact("c", own["_dlscale_number"], count)
                     log.notify()
                 drawn = own.get("_dlscale_samples")  # the sampler's counts do not depend on the type of batch
                 if drawn:
@@ -217,6 +219,17 @@ class Watcher:
             return batch
 
         iterator.__next__, iterator._next_index, iterator._reset = following, index_of_next, begin_anew
+
+
+def copies(loader: Any) -> int:
+    """Return the number of processes that get the same batches, by `DistributedSampler`; otherwise 1."""
+    try:
+        sampler = loader._index_sampler
+        return int(
+            sys.modules["torch.distributed"].get_world_size() // getattr(sampler, "sampler", sampler).num_replicas
+        )
+    except Exception:  # another sampler, or a single process
+        return 1
 
 
 def length(index: Any) -> int:
