@@ -35,6 +35,7 @@ from dlscale.launch import image, launcher, slurm
 from dlscale.launch.contain import PASSED_ON
 from dlscale.launch.launcher import PYTHON_HERE, ContainerMounts, check_names, launch, outside, packages, resolve
 from tests.conftest import ROOT, variables
+from tests.waiting import PATIENCE
 
 ENGINES = ["none", "docker", "podman", "podman-hpc", "shifter", "apptainer", "enroot"]
 SCHEDULER = {"cpu_nodes": {"cpus": 256}, "gpu_nodes": {"cpus": 128, "gpus": 4}}
@@ -139,6 +140,26 @@ def test_the_environment_of_the_site_reaches_a_bare_process() -> None:
     assert found == ["env", "A=b c", "D=$(e)", *PYTHON_HERE]
     shown = subprocess.run([*found[:3], "printenv", "A", "D"], capture_output=True, text=True, check=True)
     assert shown.stdout == "b c\n$(e)\n"
+
+
+def test_the_site_sets_the_time_between_lines() -> None:
+    """Stages of every kind get `site.log_seconds`, and write lines at this interval; without the key, every 10 s."""
+    counted = """
+import logging, time
+logging.basicConfig(level=logging.INFO)
+from dlscale.core.progress import Progress
+with Progress("training", 30, "steps") as progress:
+    for step in range(30):
+        time.sleep(0.02)
+        progress.update(step + 1)
+"""
+    lines = {}
+    for seconds in (0.1, 10):
+        found = launch(site(engine="none", starter="direct", log_seconds=seconds), HERE)
+        command = [*found[: -len(PYTHON_HERE)], sys.executable, "-c", counted]
+        done = subprocess.run(command, capture_output=True, text=True, env=variables(), timeout=PATIENCE, check=True)
+        lines[seconds] = done.stderr.count(" steps, ")
+    assert 3 <= lines[0.1] <= 7 and lines[10] == 1, lines
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -271,6 +271,9 @@ class Site(Lawful):
         description="Timeouts after which a run ends because one of its processes is gone or hangs. null: there is no "
         "watchdog, and the run waits without a limit.",
     )
+    log_seconds: Annotated[Seconds, Field(ge=0.1, le=300)] = Field(
+        10.0, description="Time between two lines of progress in logs and `dlscale status`, seconds."
+    )
     gpu: bool | None = Field(
         None,
         description="Whether stages run on GPUs. If true, containers get access to the GPUs, and a stage without a "

@@ -53,6 +53,9 @@ STEPS = "DLSCALE_STEPS"
 #: Environment variable with the limits of the watchdog (`watchdog` of a site), if the limits are not the defaults.
 WATCHDOG = "DLSCALE_WATCHDOG"
 
+#: Environment variable with the seconds between two lines of progress (`log_seconds` of a site), if not the default.
+LOG_SECONDS = "DLSCALE_LOG_SECONDS"
+
 
 def given() -> dict[str, str]:
     """Return the environment for external programs."""

@@ -17,12 +17,14 @@ from pydantic import Field
 
 from dlscale.core.errors import UserError
 from dlscale.core.files import read_text
+from dlscale.core.machine import LOG_SECONDS
 from dlscale.core.record import Record
 from dlscale.core.text import duration, number, percent
 
 Item = TypeVar("Item")
 
-LINE_SECONDS = 10.0
+#: Seconds between two lines of progress (`log_seconds` of a site).
+LINE_SECONDS = float(os.environ.get(LOG_SECONDS, "10"))
 
 #: Suffix of a progress file, which is next to the stage's log while the stage runs.
 SUFFIX = ".doing"

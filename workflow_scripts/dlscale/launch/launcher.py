@@ -17,7 +17,7 @@ from dlscale.config.run import Geometry
 from dlscale.config.site import Engine, Limits, Site
 from dlscale.core.errors import UserError
 from dlscale.core.fingerprint import CHECKOUT, ROOT
-from dlscale.core.machine import FABRIC, HOST_SUFFIX, LOCAL_DISK, WATCHDOG, command_output
+from dlscale.core.machine import FABRIC, HOST_SUFFIX, LOCAL_DISK, LOG_SECONDS, WATCHDOG, command_output
 from dlscale.launch import slurm
 from dlscale.launch.contain import PASSED_ON
 
@@ -144,7 +144,7 @@ def meeting_command(site: Site, geometry: Geometry) -> list[str]:
 
 def with_stage_environment(site: Site, geometry: Geometry | None, ordered: bool) -> Site:
     """Return the site with the environment of its stages, and with mounts of `local_disk` and `packages`."""
-    environment = dict[str, str | None]()
+    environment = dict[str, str | None]({} if site.log_seconds == 10 else {LOG_SECONDS: f"{site.log_seconds:g}"})
     if geometry:
         environment |= {WATCHDOG: str(site.watchdog or "off")} if site.watchdog != Limits() else {}
         environment |= {LOCAL_DISK: site.local_disk} if site.local_disk else {}

@@ -28,7 +28,7 @@ from dlscale.core.machine import gpus
 from dlscale.core.metrics import Epoch, read_epochs
 from dlscale.core.paths import Results
 from dlscale.core.process import INTERRUPTED
-from dlscale.core.progress import LINE_SECONDS, SUFFIX, StageStatus, job_seconds, place
+from dlscale.core.progress import SUFFIX, StageStatus, job_seconds, place
 from dlscale.core.stages import DATA_STAGES, STAGES, job_name, stage_of
 from dlscale.core.text import NONE, aligned, duration, many, number, percent
 from dlscale.launch import slurm
@@ -45,7 +45,7 @@ State = Literal["running", "silent", "failed", "done", "waiting"]
 
 #: Seconds without a new status after which a stage on another machine or in a container counts as ended. Validation,
 #: compilation and profiling write no status, so the value equals the watchdog's limit between epochs (600 s).
-SILENT = 60 * LINE_SECONDS
+SILENT = 600.0
 #: Seconds between two updates of `--watch`, and between two queries of Slurm's queue, which all users share.
 EVERY, QUEUE_EVERY = 5.0, 60.0
 #: Seconds without a running or queued job after which `--watch` ends, if a stage failed or is silent.
@@ -196,9 +196,8 @@ def lines(rows: Iterable[Row], jobs: Iterable[str] = (), left: cost.Expected | N
     `left` is the remaining time of all stages.
     """
     rows = sorted(rows, key=lambda row: get_args(State).index(row.state))
-    counts = Counter(row.state for row in rows)
-    text = [", ".join(f"{count} {state}" for state, count in counts.items())]
-    text[0] += "".join(f"; {each}" for each in left_words(left)) if left else ""
+    counts = [f"{count} {state}" for state, count in Counter(row.state for row in rows).items()]
+    text = ["; ".join([", ".join(counts), *(left_words(left) if left else ())])]
     cells = [("run", "stage", "state", "progress", "left", "loss", "speed", "valid loss")]
     waiting = dict[str, Counter[str]]()
     for row in rows:
@@ -210,16 +209,16 @@ def lines(rows: Iterable[Row], jobs: Iterable[str] = (), left: cost.Expected | N
             values = doing.values if doing else {}
             loss = values.get("loss", epoch.train_loss if epoch else None)
             rate = values.get(SAMPLE_RATE, row.speed)
-            left_ = duration(
-                doing.left if doing and not doing.part else None
-            )  # the status of a part lacks the time of the stage's other parts
-            speed = f"{number(rate)} {row.unit}" if rate else NONE
-            figures = number(loss, 4), speed, number(epoch.valid_loss if epoch else None, 4)
-            cells.append((row.name, row.stage, row.state, progress_of(row), left_, *figures))
+            # The status of a part lacks the time of the stage's other parts.
+            left_ = duration(doing.left if doing and not doing.part else None)
+            speed, valid = (
+                f"{number(rate)} {row.unit}" if rate else NONE,
+                number(epoch.valid_loss if epoch else None, 4),
+            )
+            cells.append((row.name, row.stage, row.state, progress_of(row), left_, number(loss, 4), speed, valid))
     text += ["", *aligned(cells)] if cells[1:] else []
-    text += [""] * bool(waiting)
-    for name, stages in waiting.items():
-        text.append(f"waiting: {name} ({', '.join(f'{count} {stage}' for stage, count in stages.items())})")
+    counted = {name: ", ".join(f"{n} {stage}" for stage, n in stages.items()) for name, stages in waiting.items()}
+    text += ["", *(f"waiting: {name} ({stages})" for name, stages in counted.items())] if waiting else []
     text += [f"{row.name} {row.stage}: {row.error}" for row in rows if row.error]
     return text + ([f"In the queue: {', '.join(jobs)}"] if jobs else [])
 
