@@ -108,6 +108,30 @@ def test_a_pace_is_that_of_training_alone(tmp_path: Path, ahead: bool) -> None:
     assert found.training == pytest.approx(0.08 * 270 / (300 * 0.08 + 4 * 11), rel=0.05)
 
 
+@pytest.mark.parametrize(("batches", "accumulated"), [(5, 4), (10, 4), (16, 8), (8, 1)])
+def test_batches_that_a_library_requests_ahead_count_when_they_are_used(
+    tmp_path: Path, batches: int, accumulated: int
+) -> None:
+    """accelerate requests a batch ahead, and accumulates fewer batches at an epoch's end, before a validation."""
+    clock = Clock(tmp_path)
+    for _ in range(20):
+        clock.iterator += 1
+        clock.note(f"a {clock.iterator}")
+        clock.batch(0.02)
+        for number in range(1, batches + 1):
+            if number < batches:
+                clock.batch(0.02)
+            else:
+                clock.now += 0.02  # the request that ends the epoch
+            clock.now += 0.08
+            if number % accumulated == 0 or number == batches:
+                clock.step(0.0)
+        clock.validate(3, seconds=0.5)
+    found = steps.pace(steps.read(tmp_path)[1])
+    assert found and found.rates == pytest.approx([80.0] * len(found.rates), rel=0.01)
+    assert found.batch_size == round(8 * batches / math.ceil(batches / accumulated))
+
+
 def test_a_validation_between_loops_is_not_a_step(tmp_path: Path) -> None:
     """An unrecorded validation between two loops is not a step, even if it is too short to count as a pause."""
     clock = Clock(tmp_path, way="timed")
@@ -1859,6 +1883,31 @@ def test_loops_of_all_kinds(
     pace = steps.pace(processes)
     assert pace and [len(process.steps) for process in processes] == [count]
     assert (pace.batch_size, pace.samples, pace.processes) == (batch, batch is not None, 1)
+
+
+AHEAD = """
+def ahead(loader):
+    batches = iter(loader)
+    batch = next(batches)
+    for following in batches:
+        yield batch
+        batch = following
+    yield batch
+"""
+
+
+@pytest.mark.parametrize("package", ["accelerate", "other"])
+def test_a_library_that_requests_batches_ahead_is_recognised(tmp_path: Path, package: str) -> None:
+    """The hook recognises accelerate's loaders by their module."""
+    (tmp_path / package).mkdir()
+    (tmp_path / package / "data_loader.py").write_text(AHEAD)
+    text = LOOPS.partition("for run in")[0] + (
+        f"from {package}.data_loader import ahead\n"
+        "for _ in range(3): train(ahead(DataLoader(Rows(), batch_size=48)), adam, every=4)\n"
+    )
+    assert hooked(tmp_path, program(tmp_path, text)).returncode == 0
+    (process,) = steps.read(tmp_path / "steps")[1]
+    assert len(process.ahead) == 3 * (package == "accelerate")
 
 
 def test_steps_and_batches_of_several_threads_are_all_written(tmp_path: Path) -> None:

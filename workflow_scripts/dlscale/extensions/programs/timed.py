@@ -117,6 +117,11 @@ class Log:
             if now >= self._due:
                 self._write(now)
 
+    def ahead(self, iterator: int) -> None:
+        """Note that a library requests each batch of an iterator before it delivers the previous batch."""
+        if self.on:
+            self._notes.append(f"a {iterator}\n")
+
     def loop(self) -> None:
         """Note that a loop begins now, so that its first step does not include the time before the loop."""
         if self.on:
