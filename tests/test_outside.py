@@ -108,6 +108,30 @@ def test_a_pace_is_that_of_training_alone(tmp_path: Path, ahead: bool) -> None:
     assert found.training == pytest.approx(0.08 * 270 / (300 * 0.08 + 4 * 11), rel=0.05)
 
 
+@pytest.mark.parametrize(("batches", "accumulated"), [(5, 4), (10, 4), (16, 8), (8, 1)])
+def test_batches_that_a_library_requests_ahead_count_when_they_are_used(
+    tmp_path: Path, batches: int, accumulated: int
+) -> None:
+    """accelerate requests a batch ahead, and accumulates fewer batches at an epoch's end, before a validation."""
+    clock = Clock(tmp_path)
+    for _ in range(20):
+        clock.iterator += 1
+        clock.note(f"a {clock.iterator}")
+        clock.batch(0.02)
+        for number in range(1, batches + 1):
+            if number < batches:
+                clock.batch(0.02)
+            else:
+                clock.now += 0.02  # the request that ends the epoch
+            clock.now += 0.08
+            if number % accumulated == 0 or number == batches:
+                clock.step(0.0)
+        clock.validate(3, seconds=0.5)
+    found = steps.pace(steps.read(tmp_path)[1])
+    assert found and found.rates == pytest.approx([80.0] * len(found.rates), rel=0.01)
+    assert found.batch_size == round(8 * batches / math.ceil(batches / accumulated))
+
+
 def test_a_validation_between_loops_is_not_a_step(tmp_path: Path) -> None:
     """An unrecorded validation between two loops is not a step, even if it is too short to count as a pause."""
     clock = Clock(tmp_path, way="timed")
@@ -796,6 +820,65 @@ def test_a_tag_of_the_training_is_chosen(tmp_path: Path) -> None:
     assert len(points) == 80, "a validation's tag counts if there is no other"
 
 
+def logged_run(folder: Path, case: str) -> tuple[float, int | None]:
+    """Write steps of two batches, and a log of them; return the rate of the training, and the stated samples.
+
+    A step takes 0.2 s. In the case `two optimisers`, a second optimiser steps twice, so the seen steps are uncertain.
+    """
+    clock, points = Clock(folder), list[tuple[float, int]]()
+    for number in range(1, 201):
+        clock.batch(0.02)
+        clock.now += 0.06
+        clock.batch(0.02)
+        clock.step(0.1)
+        if case == "two optimisers":
+            for _ in range(2):
+                clock.optimizer = 1
+                clock.step(0.0001)
+            clock.optimizer = 0
+        if case == "validations" and number % 5 == 0:
+            clock.iterator = number
+            for _ in range(2):
+                clock.batch(0.0, 1000)
+                clock.now += 0.25
+            clock.iterator = 0
+        if number % 5 == 0:
+            factor = {"micro-batches": 2, "stated micro-batches": 2}.get(case, 1)
+            points.append((1.7e9 + clock.now - 1000, number * factor))
+    lines = (json.dumps({"step": step, "time": when}) for when, step in points)
+    (folder / "log.jsonl").write_text("\n".join(lines) + "\n")
+    return 80.0, {"steps": None, "stated micro-batches": 8}.get(case, 16)
+
+
+@pytest.mark.parametrize(
+    ("case", "refused"),
+    [
+        ("plain", False),
+        ("steps", False),
+        ("validations", True),
+        ("micro-batches", True),
+        ("stated micro-batches", False),
+        ("two optimisers", False),
+    ],
+)
+def test_seen_steps_decide_on_the_rate_of_a_log(tmp_path: Path, case: str, refused: bool) -> None:
+    """Validations between logged steps, and micro-batches that count as steps, do not change the rate silently."""
+    rate, size = logged_run(tmp_path, case)
+    processes, log = steps.read(tmp_path)[1], tmp_path / "log.jsonl"
+    reading = running.Reading(size, log=log, log_start=logs.Start(1.7e9), log_first=True)
+    run = replace(outcome([]), seconds=200.0)
+    if refused:
+        with pytest.raises(
+            UserError, match=r"logged steps give (53.3|160) samples/s, but the program made 80.0 samples"
+        ):
+            running._pace_by("log", reading, run, tmp_path, processes, ())
+        found, *_ = running._pace_by("seen", reading, run, tmp_path, processes, ())
+    else:
+        found, *_ = running._pace_by("log", reading, run, tmp_path, processes, ())
+    expected = rate if size else rate / 16
+    assert (found.rates == pytest.approx([expected] * len(found.rates), rel=0.02), found.samples) == (True, bool(size))
+
+
 def test_event_files_of_other_programs_do_not_count(tmp_path: Path) -> None:
     """Another experiment in the same folder began before the run, or is not a process of the run."""
     for folder, count in (("old", 90), ("other", 80), ("own", 20)):
@@ -1101,6 +1184,22 @@ def test_rates_of_several_bars_are_not_mixed(
             running._pace_by("rate", read, run, tmp_path, [], ())
     else:
         assert running._pace_by("rate", read, run, tmp_path, [], ())[0].rates
+
+
+@pytest.mark.parametrize("pattern", [r"([\d.]+)it/s", r"([\d.]+)s/it"])
+@pytest.mark.parametrize("slow_first", [True, False])
+def test_inverted_rates_of_a_bar_count(tmp_path: Path, pattern: str, slow_first: bool) -> None:
+    """tqdm prints 0.625 it/s as `1.60s/it`: both forms of a bar count, but not the outer bar of epochs."""
+    bar, lines = "Train: {n}%|## | {n}/90 [00:01<00:02, {rate}, loss=1]", list[str]()
+    for number in range(40):
+        rate = "1.60s/it" if (number // 5) % 2 == slow_first else "1.25it/s"
+        lines += [bar.format(n=number, rate=rate)]
+        lines += ["Epochs: 3%|## | 1/30 [00:50<07:30, 50.10s/it]"] * (number % 20 == 19 and "it/s" in pattern)
+    found = printed_by(lines, pattern)
+    assert [rate for _, rate in sorted(found.printed)] == pytest.approx(
+        [0.625 if "1.60" in line else 1.25 for line in lines if "Epochs" not in line]
+    )
+    assert found.in_steps and len(found.bars) == 1
 
 
 @pytest.mark.parametrize(
@@ -1815,6 +1914,31 @@ def test_loops_of_all_kinds(
     pace = steps.pace(processes)
     assert pace and [len(process.steps) for process in processes] == [count]
     assert (pace.batch_size, pace.samples, pace.processes) == (batch, batch is not None, 1)
+
+
+AHEAD = """
+def ahead(loader):
+    batches = iter(loader)
+    batch = next(batches)
+    for following in batches:
+        yield batch
+        batch = following
+    yield batch
+"""
+
+
+@pytest.mark.parametrize("package", ["accelerate", "other"])
+def test_a_library_that_requests_batches_ahead_is_recognised(tmp_path: Path, package: str) -> None:
+    """The hook recognises accelerate's loaders by their module."""
+    (tmp_path / package).mkdir()
+    (tmp_path / package / "data_loader.py").write_text(AHEAD)
+    text = LOOPS.partition("for run in")[0] + (
+        f"from {package}.data_loader import ahead\n"
+        "for _ in range(3): train(ahead(DataLoader(Rows(), batch_size=48)), adam, every=4)\n"
+    )
+    assert hooked(tmp_path, program(tmp_path, text)).returncode == 0
+    (process,) = steps.read(tmp_path / "steps")[1]
+    assert len(process.ahead) == 3 * (package == "accelerate")
 
 
 def test_steps_and_batches_of_several_threads_are_all_written(tmp_path: Path) -> None:

@@ -152,6 +152,10 @@ MAX_WORDS = 8
 AMBIGUOUS, NEUTRAL = re.compile(r"[1-9]\d{0,2}[.,]\d{3}"), re.compile(r"\d{1,3}")
 #: Maximum length of the label before a number, characters.
 MAX_LABEL = 100
+#: A rate in the form that a progress bar inverts below 1/s, or has inverted: `0.80it/s` becomes `1.25s/it`.
+INVERTIBLE = re.compile(r"(\d[\d.]*)(?:s/([A-Za-z]+)|([A-Za-z]+)/s)")
+#: Maximum number of inverted rates that wait for a match of their bar.
+MAX_INVERTED = 10_000
 POWERS = {"k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9}
 
 
@@ -259,6 +263,16 @@ def rate_of(match: re.Match[str]) -> tuple[str, float] | None:
     if time or NO_RATE.search(label) or re.match(r"[A-Za-z_\d]", rest):
         return None
     return "", number
+
+
+def inverted(text: str) -> str:
+    """Return a line with its rates in the other form: `1.25s/it` becomes `1.25it/s`, with the same digits."""
+    return INVERTIBLE.sub(lambda rate: f"{rate[1]}{rate[2]}/s" if rate[2] else f"{rate[1]}s/{rate[3]}", text)
+
+
+def words_of(match: re.Match[str]) -> str:
+    """Return the words before a rate, which identify its progress bar or phase."""
+    return " ".join(WORDS.findall(match.string[: match.start(1)])[:MAX_WORDS])
 
 
 def digits_of(match: re.Match[str]) -> str:
@@ -372,38 +386,56 @@ def main() -> None:
     """Read lines with their times; print each number found as JSON, with the pattern's name and the time.
 
     In place of the number, print the text of a match without a number or rate, and null for a pattern that is too slow.
-    For a rate, also print the words before it and its digits, and the label of a rank in its line.
+    For a rate, also print the words before it and its digits, and the label of a rank in its line. A rate that a bar
+    has inverted counts if the pattern matches other lines of this bar.
     """
 
     def late(number: int, frame: object) -> None:
         raise TimeoutError
 
+    def report(name: str, when: str, match: re.Match[str], inverse: bool = False) -> None:
+        kind, number = (name, value_of(match)) if name else rate_of(match) or ("", None)
+        number = 1 / number if number and inverse else number
+        print(json.dumps([kind, float(when), text_of(match) if number is None else number]), flush=True)
+        if name or number is None:
+            return
+        print(json.dumps([LABEL, float(when), [kind, words_of(match), number, digits_of(match)]]), flush=True)
+        if rank := RANKED.search(match.string):
+            print(json.dumps([RANK, float(when), rank[rank.lastindex or 0]]), flush=True)
+
     signal.signal(signal.SIGVTALRM, late)
     looked, slow = {name: re.compile(text) for name, text in json.loads(sys.argv[1]).items()}, Counter[str]()
+    bars, waiting, count = set[str](), defaultdict[str, list[Any]](list), 0
     for line in sys.stdin.buffer:
-        when, _, rest = line.partition(b" ")
-        text = plain(rest.decode(errors="replace").rstrip("\n"))[:MAX_LINE]
+        when, _, rest = line.decode(errors="replace").partition(" ")
+        text = plain(rest.rstrip("\n"))[:MAX_LINE]
         for name, pattern in looked.items():
             if slow[name] >= MAX_SLOW:
                 continue
             signal.setitimer(signal.ITIMER_VIRTUAL, MAX_SECONDS)
             try:
-                match = pattern.search(text)
+                match, inverse = pattern.search(text), False
+                if not (match or name) and (other := inverted(text)) != text:
+                    match, inverse = pattern.search(other), True
             except TimeoutError:
                 slow[name] += 1
                 print(json.dumps([name, float(when), None]), flush=True)
                 continue
             finally:
                 signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-            if match:
-                kind, number = (name, value_of(match)) if name else rate_of(match) or ("", None)
-                print(json.dumps([kind, float(when), text_of(match) if number is None else number]), flush=True)
-                if name or number is None:
-                    continue
-                words = " ".join(WORDS.findall(text[: match.start(1)])[:MAX_WORDS])
-                print(json.dumps([LABEL, float(when), [kind, words, number, digits_of(match)]]), flush=True)
-                if rank := RANKED.search(text):
-                    print(json.dumps([RANK, float(when), rank[rank.lastindex or 0]]), flush=True)
+            if not match:
+                continue
+            bar = "" if name else words_of(match)
+            if inverse and bar not in bars:
+                count += 1
+                if count <= MAX_INVERTED:
+                    waiting[bar].append((when, match))
+                continue
+            if not (name or inverse):
+                bars.add(bar)
+                for seen, other_form in waiting.pop(bar, ()):
+                    report(name, seen, other_form, inverse=True)
+            report(name, when, match, inverse)
 
 
 if __name__ == "__main__":

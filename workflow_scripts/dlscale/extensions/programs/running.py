@@ -224,7 +224,7 @@ def run_command(
     rates = {PER_STEP: found.pop(PER_STEP), "": found.pop("")}
     # A progress bar may print steps/s between rates in samples/s. If there are both, only rates in samples/s count.
     in_steps = not rates[""]
-    printed = rates[PER_STEP if in_steps else ""]
+    printed = sorted(rates[PER_STEP if in_steps else ""])  # inverted rates of a bar may be found late
     for name, (text, count) in finder.refused.items() if finder else ():
         if name or printed:
             say(
@@ -610,6 +610,7 @@ def _pace_by(
         longest = max(found, key=len, default=[])
         if wrong := processes and seen.log_counts_other(longest, processes[0]):
             raise UserError(f"{reading.log}: {wrong}")
+        _check_log(seen.pace_of_log(longest, reading.batch_size, apart), reading, processes, apart)
         compute_pace = partial(seen.pace_of_log, longest, reading.batch_size)
         trainings = len([training for training in found if len(training) > 2])
     else:
@@ -654,6 +655,9 @@ MIN_BAR_RATES, MIN_BAR_FRACTION = 3, 0.1
 #: Maximum ratio of printed rates of several bars, and of printed rates and the steps that were seen.
 MAX_RATIO = 1.3
 
+#: Ratio of a log's rate and of the steps that were seen up to which no interval is compared.
+MAX_LOG_RATIO = 1.1
+
 
 def _check_bars(run: Outcome, reading: Reading) -> None:
     """Refuse rates of several progress bars or phases that disagree, such as training and validation."""
@@ -684,6 +688,38 @@ def _check_steps(printed: Sequence[tuple[float, float]], run: Outcome, reading: 
             f"dlscale measure: the mark in `{run.ambiguous}` counts as a separator of {separates}. If it is not, print "
             "rates with another number of digits after the mark"
         )
+
+
+def _check_log(
+    found: seen.Pace | None, reading: Reading, processes: Sequence[seen.Process], apart: Sequence[seen.Span]
+) -> None:
+    """Refuse a log's rate that disagrees with the steps that were seen.
+
+    Reasons are validations between two logged steps, and step numbers that count micro-batches. With several optimisers
+    the number of seen steps may be wrong, so it decides only if the samples per step are certain. The samples that the
+    loaders delivered also count, because the stated samples may be those of a micro-batch.
+    """
+    delivered, stated = (seen.pace(processes, size, apart) for size in (None, reading.batch_size or 1))
+    certain = delivered is not None and delivered.samples
+    if not found or not stated or stated.steps < seen.MIN_TRAINING_STEPS:
+        return
+    if not certain and any(len(process.optimizers) > 1 for process in processes):
+        return
+    own = [stated, *([delivered] if delivered and certain and found.samples else [])]
+    if not any(_is_same_rate(found.rates, each.rates) for each in own):
+        unit = SAMPLE_RATE if found.samples else STEP_RATE
+        logged, made = (number(interval(each.rates)[0]) for each in (found, own[-1]))
+        raise UserError(
+            f"{reading.log}: the logged steps give {logged} {unit}, but the program made {made} {unit}. The log's "
+            "times include validations, or its steps are not those of the optimiser"
+        )
+
+
+def _is_same_rate(logged: Sequence[float], made: Sequence[float]) -> bool:
+    """Return whether two rates differ by at most 10 %, or by at most 30 % within their 95 % intervals."""
+    (one, reach), (other, around) = interval(logged), interval(made)
+    most = max(one, other) / min(one, other)
+    return most <= MAX_LOG_RATIO or (most <= MAX_RATIO and abs(one - other) <= reach + around)
 
 
 def _unseen(way: str, reading: Reading, folder: Path, run: Outcome, processes: Sequence[seen.Process]) -> str:

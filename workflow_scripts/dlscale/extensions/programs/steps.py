@@ -85,6 +85,7 @@ class Process:
     #: Times at which an optimiser's first and last step ended, by optimiser.
     optimizers: dict[str, Span] = field(default_factory=dict)
     gradients: int = 0  #: Bytes of the gradients that the process's optimisers use; 0 if unknown.
+    ahead: set[str] = field(default_factory=set)  #: Iterators whose batches are used one request later.
     cut: int = 0  #: Number of batches whose step is in a gap, minus number of steps whose batch is in a gap.
     file: str = ""
     damaged: int = 0  #: Number of the first line of the file that cannot be read; 0 if all lines can be read.
@@ -217,10 +218,12 @@ class Tail:
             found.cut += self._before == "b"
         elif kind == "c":
             found.copies[words[0]] = max(int(words[1]), 1)
+        elif kind == "a":
+            found.ahead.add(sys.intern(words[0]))
         elif kind == "p":
             found.gradients += int(words[0])
         found.cut -= self._before == "g" and kind == "s"
-        self._before = kind if kind != "t" else self._before
+        self._before = kind if kind not in "tac" else self._before
 
 
 #: Upper bound of valid times, seconds.
@@ -249,6 +252,32 @@ class _Step:
     samples: int  #: Samples of these batches; 0 for a batch of unknown size.
     first: bool  #: Whether the step fetched an iterator's first batch, as at the begin of an epoch.
     alone: bool  #: Whether the step fetched no batch of another loader, and no batch of unknown size that matters.
+
+
+def as_used(process: Process) -> Process:
+    """Return a process whose batches have the times at which they are used, if a library requests batches ahead.
+
+    A batch is used when the next batch has been delivered; an iterator's last batch in the last step before another
+    iterator delivers.
+    """
+    if not process.ahead:
+        return process
+    found = list[tuple[float, str, float, int]]()
+    requested = defaultdict[str, list[tuple[float, str, float, int]]](list)
+    for batch in process.batches:
+        (requested[batch[1]] if batch[1] in process.ahead else found).append(batch)
+    every = [batch[0] for batch in process.batches]
+    for iterator, own in requested.items():
+        first = own[0][2]
+        for before, after in itertools.pairwise(own):
+            found.append((after[0], iterator, after[2] + first, before[3]))
+            first = 0.0
+        following = bisect.bisect_right(every, own[-1][0])
+        end = every[following] if following < len(every) else math.inf
+        number = bisect.bisect_right(process.steps, end)  # steps that ended before another iterator delivers
+        last = process.steps[number - 2] if number > 1 else 0.0
+        found.append((max(last, own[-1][0]), iterator, first, own[-1][3]))
+    return replace(process, batches=sorted(found, key=lambda batch: batch[0]))
 
 
 def training_iterators(process: Process) -> set[str]:
@@ -467,6 +496,7 @@ def pace(processes: Sequence[Process], batch_size: int | None = None, apart: Seq
     `longest_training`).
     """
     first_step = min((time for each in processes for time in (each.steps[0], *sum(each.others, ()))), default=0.0)
+    processes = [as_used(process) for process in processes]
     if several := longest_training(processes):
         processes = [_in_training(process, several[0]) for process in processes]
     iterators, away = [training_iterators(process) for process in processes], [_away(each, apart) for each in processes]

@@ -124,7 +124,11 @@ class Log:
             self._notes.append(f"l {clock():.6f}\n")
 
     def fact(self, kind: str, *values: int) -> None:
-        """Note the bytes of an optimiser's gradients (p), or the number of copies of an iterator's batches (c)."""
+        """Note the bytes of an optimiser's gradients (p), or facts about an iterator.
+
+        The facts are the number of copies of its batches (c), and that a library requests each batch before it delivers
+        the previous batch (a).
+        """
         if self.on:
             self._notes.append(f"{kind} {' '.join(map(str, values))}\n")
 

@@ -32,6 +32,9 @@ READ = bool(os.environ.get("DLSCALE_READ"))
 #: which returns a table: module → function that wraps functions of the module after its import. `log` has the steps.
 HOOKS = os.environ.get("DLSCALE_HOOKS", "")
 
+#: Module whose loaders request each batch before they deliver the previous batch.
+READS_AHEAD = "accelerate.data_loader"
+
 #: Loaded files of extensions, in which `timed.py` looks for the functions `begin` and `loop`.
 EXTENSIONS: list[Any] = []
 
@@ -204,6 +207,8 @@ class Watcher:
                     own["_dlscale_number"] = next(numbers)
                     if (count := copies(loader)) > 1:
                         log.fact("c", own["_dlscale_number"], count)
+                    if sys._getframe(1).f_globals.get("__name__") == READS_AHEAD:
+                        log.fact("a", own["_dlscale_number"])
                     log.notify()
                 drawn = own.get("_dlscale_samples")  # the sampler's counts do not depend on the type of batch
                 if drawn:
