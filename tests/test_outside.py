@@ -47,7 +47,7 @@ from dlscale.extensions.programs.running import HOOK
 from dlscale.measure.records import Outside, Throughput, Trials
 from dlscale.parallel.records import Device
 from dlscale.report.evidence import Evidence
-from dlscale.report.verdict import judge_run
+from dlscale.report.verdict import judge_run, verdict
 from dlscale.results import read_plan, read_run
 from tests.conftest import ROOT
 from tests.waiting import PATIENCE, until
@@ -152,6 +152,29 @@ def test_work_between_epochs_is_a_finding(
     finding = causes.between_epochs(Evidence({}, Throughput(device=Device(kind="cpu"), FULL=full, outside=program)))
     assert (finding and finding.what) == ("work between epochs" if expected > 0.2 else None)
     assert not finding or (finding.share == pytest.approx(expected, abs=0.02) and "between an epoch" in finding.why)
+
+
+@pytest.mark.parametrize(("way", "loader", "expected"), [("seen", True, 0), ("seen", False, 1), ("log", False, 0)])
+def test_an_unknown_wait_for_data_is_stated(tmp_path: Path, way: str, loader: bool, expected: int) -> None:
+    """Steps without batches of PyTorch's DataLoader, as with nnU-Net's own loader, do not show the wait for data."""
+    clock = Clock(tmp_path)
+    for _ in range(40):
+        if loader:
+            clock.batch(0.01)
+        clock.step(0.04)
+    found = steps.pace(steps.read(tmp_path)[1])
+    assert found and found.waiting == (pytest.approx(0.2, rel=0.02) if loader else None)
+    full = Trials(
+        trial_throughput=found.rates, trial_time=found.seconds, avg_iter_throughput=found.rates, mean=1, std=0
+    )
+    program = Outside(
+        **{"command": ["x"], "way": way, "steps": found.steps, "status": 0, "seconds": 1, "first_step_seconds": 0},
+        training=1.0,
+        waiting=found.waiting,
+    )
+    throughput = Throughput(device=Device(kind="cpu"), FULL=full, outside=program)
+    said = outside_measure.lines(tmp_path, throughput, verdict(Evidence({}, throughput)))
+    assert sum("the wait for data is unknown" in line for line in said) == expected
 
 
 def test_paces_of_processes_add_up(tmp_path: Path) -> None:
