@@ -39,13 +39,15 @@ from dlscale.core.errors import UserError
 from dlscale.core.files import translate_error
 from dlscale.core.noise import interval
 from dlscale.core.settings import read_yaml
-from dlscale.extensions.programs import logs, running, steps, timed
+from dlscale.extensions.programs import causes, logs, running, steps, timed
 from dlscale.extensions.programs import measure as outside_measure
 from dlscale.extensions.programs.measure import PLAN
 from dlscale.extensions.programs.printed import PER_STEP, Finder, plain, rate_of, value_of
 from dlscale.extensions.programs.running import HOOK
-from dlscale.measure.records import Throughput
-from dlscale.report.verdict import judge_run
+from dlscale.measure.records import Outside, Throughput, Trials
+from dlscale.parallel.records import Device
+from dlscale.report.evidence import Evidence
+from dlscale.report.verdict import judge_run, verdict
 from dlscale.results import read_plan, read_run
 from tests.conftest import ROOT
 from tests.waiting import PATIENCE, until
@@ -141,6 +143,62 @@ def test_a_validation_between_loops_is_not_a_step(tmp_path: Path) -> None:
         clock.now += 0.5
     found = steps.pace(steps.read(tmp_path)[1])
     assert found and found.rates == pytest.approx([100.0] * steps.WINDOWS)
+
+
+@pytest.mark.parametrize(
+    ("gap", "each", "batches", "expected"),
+    [(0.6, 0.0, 10, 0.6 / 1.1), (0.0, 0.06, 10, 0.0), (0.6, 0.06, 1, 0.0), (0.01, 0.0, 10, 0.01 / 0.51)],
+    ids=["epochs", "every step", "an iterator per step", "little"],
+)
+def test_work_between_epochs_is_a_finding(
+    tmp_path: Path, gap: float, each: float, batches: int, expected: float
+) -> None:
+    """Between epochs the program works for `gap` seconds, and before each batch for `each` seconds."""
+    clock = Clock(tmp_path)
+    for _ in range(40):
+        clock.now += gap
+        clock.iterator += 1
+        for _ in range(batches):
+            clock.now += each
+            clock.batch(0.01)
+            clock.step(0.04)
+    found = steps.pace(steps.read(tmp_path)[1])
+    assert found and found.pauses["epochs"] / sum(found.seconds) == pytest.approx(expected, abs=0.02)
+    full = Trials(
+        trial_throughput=found.rates, trial_time=found.seconds, avg_iter_throughput=found.rates, mean=1, std=0
+    )
+    program = Outside(
+        **{"command": ["x"], "way": "seen", "steps": found.steps, "status": 0, "seconds": 1, "first_step_seconds": 0},
+        training=1.0,
+        waiting=found.waiting,
+        pauses=found.pauses,
+    )
+    finding = causes.between_epochs(Evidence({}, Throughput(device=Device(kind="cpu"), FULL=full, outside=program)))
+    assert (finding and finding.what) == ("work between epochs" if expected > 0.2 else None)
+    assert not finding or (finding.share == pytest.approx(expected, abs=0.02) and "between an epoch" in finding.why)
+
+
+@pytest.mark.parametrize(("way", "loader", "expected"), [("seen", True, 0), ("seen", False, 1), ("log", False, 0)])
+def test_an_unknown_wait_for_data_is_stated(tmp_path: Path, way: str, loader: bool, expected: int) -> None:
+    """Steps without batches of PyTorch's DataLoader, as with nnU-Net's own loader, do not show the wait for data."""
+    clock = Clock(tmp_path)
+    for _ in range(40):
+        if loader:
+            clock.batch(0.01)
+        clock.step(0.04)
+    found = steps.pace(steps.read(tmp_path)[1])
+    assert found and found.waiting == (pytest.approx(0.2, rel=0.02) if loader else None)
+    full = Trials(
+        trial_throughput=found.rates, trial_time=found.seconds, avg_iter_throughput=found.rates, mean=1, std=0
+    )
+    program = Outside(
+        **{"command": ["x"], "way": way, "steps": found.steps, "status": 0, "seconds": 1, "first_step_seconds": 0},
+        training=1.0,
+        waiting=found.waiting,
+    )
+    throughput = Throughput(device=Device(kind="cpu"), FULL=full, outside=program)
+    said = outside_measure.lines(tmp_path, throughput, verdict(Evidence({}, throughput)))
+    assert sum("the wait for data is unknown" in line for line in said) == expected
 
 
 def test_paces_of_processes_add_up(tmp_path: Path) -> None:

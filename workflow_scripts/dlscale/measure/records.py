@@ -116,7 +116,7 @@ class Outside(Record):
     waiting: float | None = Field(None, ge=0, le=1)  #: Fraction of FULL's time spent waiting for batches.
     training: float = Field(ge=0, le=1)  #: Fraction of the time between first and last step that is spent in steps.
     #: Seconds outside the steps: for batches of other loaders, as in a validation (`other`); longest time without a
-    #: batch or a step (`longest`).
+    #: batch or a step (`longest`). Also the seconds between epochs that the counted steps include (`epochs`).
     pauses: dict[str, float] = {}
     gradient_bytes: int | None = None  #: Bytes of the gradients of one process.
     stalled: float | None = None  #: Fraction of the program's time in which processes on the machine waited for memory.

@@ -116,6 +116,7 @@ CAUSES = {
         "small_steps",
         "idle",
         "besides",
+        "between_epochs",
         "slowing",
         "threads",
         "stalled",

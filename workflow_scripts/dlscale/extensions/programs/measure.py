@@ -276,6 +276,11 @@ def lines(folder: Path, throughput: Throughput, verdict: Verdict) -> list[str]:
     text.append(first)
     if not outside.samples:
         text.append("  the number of samples per step is uncertain; state it with --batch-size N")
+    if outside.waiting is None and outside.way == "seen":
+        text.append(
+            "  the wait for data is unknown, because the thread that trains gets no batches from PyTorch's DataLoader; "
+            "dlscale.timed(loader) measures the wait"
+        )
     if outside.trainings > 1:
         text.append(f"  {outside.trainings} trainings ran one after the other; the rate is the longest training's")
     if outside.profiled:

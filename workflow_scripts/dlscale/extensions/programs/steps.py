@@ -252,6 +252,7 @@ class _Step:
     samples: int  #: Samples of these batches; 0 for a batch of unknown size.
     first: bool  #: Whether the step fetched an iterator's first batch, as at the begin of an epoch.
     alone: bool  #: Whether the step fetched no batch of another loader, and no batch of unknown size that matters.
+    gap: float  #: Seconds from the step's begin until its first training batch was requested; 0 if unknown.
 
 
 def as_used(process: Process) -> Process:
@@ -388,7 +389,8 @@ def _after_warm_up(process: Process, training: set[str], away: Sequence[Span], a
         waited = 0.0 if ahead else min(sum(batch[2] for batch in within), end - before)
         samples = sum(batch[3] for batch in own) if all(batch[3] for batch in own) else 0
         alone = len(own) == len(within) and (samples > 0 or not own or not sized)
-        found.append(_Step(end - before, waited, end, until - since, len(own), samples, first, alone))
+        gap = 0.0 if ahead else max(min((time - wait for time, _, wait, _ in own), default=before) - before, 0.0)
+        found.append(_Step(end - before, waited, end, until - since, len(own), samples, first, alone, gap))
     skipped = min(max(math.ceil(WARM_UP * len(found)), MIN_WARM_UP_STEPS), MAX_WARM_UP_STEPS)
     steps = [step for step in found[skipped:] if step]
     starts = [number for number, step in enumerate(steps) if step.first]
@@ -449,6 +451,16 @@ def _without_long_steps(steps: Sequence[_Step]) -> list[_Step]:
         long += range(inner[0] + 1)  # the counted steps begin after a long step and end with one
     pauses = set(long)
     return [step for number, step in enumerate(steps) if number not in pauses]
+
+
+def _between_epochs(steps: Sequence[_Step]) -> float:
+    """Return the seconds that pass in steps before a new iterator is asked for its first batch, beyond the usual gap.
+
+    The result is 0 if each step has a new iterator, because then there are no epochs.
+    """
+    gaps = [step.gap for step in steps if step.batches and not step.first]
+    usual = statistics.median(gaps) if gaps else math.inf
+    return sum(max(step.gap - usual, 0.0) for step in steps if step.first)
 
 
 def trainings(process: Process) -> list[Span]:
@@ -547,7 +559,7 @@ def pace(processes: Sequence[Process], batch_size: int | None = None, apart: Seq
         seconds=seconds,
         rank_rates=rank_rates,
         gradients=processes[0].gradients,
-        pauses=_pauses(processes[0], iterators[0], (begin, end), away[0]),
+        pauses={**_pauses(processes[0], iterators[0], (begin, end), away[0]), "epochs": _between_epochs(each[0])},
         waiting=sum(waited) / sum(lasted) if waits_known else None,
         training=lasted[0] / max(end - begin - _within(begin, end, away[0]), 1e-9),
         waits_of_ranks=[one / of for one, of in zip(waited, lasted, strict=True)] if waits_known else [],
