@@ -46,7 +46,7 @@ from dlscale.extensions.programs.printed import PER_STEP, Finder, plain, rate_of
 from dlscale.extensions.programs.running import HOOK
 from dlscale.measure.records import Outside, Throughput, Trials
 from dlscale.parallel.records import Device
-from dlscale.report.evidence import Evidence
+from dlscale.report.evidence import Evidence, bound
 from dlscale.report.verdict import judge_run, verdict
 from dlscale.results import read_plan, read_run
 from tests.conftest import ROOT
@@ -163,7 +163,7 @@ def test_work_between_epochs_is_a_finding(
             clock.batch(0.01)
             clock.step(0.04)
     found = steps.pace(steps.read(tmp_path)[1])
-    assert found and found.pauses["epochs"] / sum(found.seconds) == pytest.approx(expected, abs=0.02)
+    assert found and found.between_epochs == pytest.approx(expected, abs=0.02)
     full = Trials(
         trial_throughput=found.rates, trial_time=found.seconds, avg_iter_throughput=found.rates, mean=1, std=0
     )
@@ -171,9 +171,12 @@ def test_work_between_epochs_is_a_finding(
         **{"command": ["x"], "way": "seen", "steps": found.steps, "status": 0, "seconds": 1, "first_step_seconds": 0},
         training=1.0,
         waiting=found.waiting,
-        pauses=found.pauses,
+        between_epochs=found.between_epochs,
     )
-    finding = causes.between_epochs(Evidence({}, Throughput(device=Device(kind="cpu"), FULL=full, outside=program)))
+    throughput = Throughput(device=Device(kind="cpu"), FULL=full, outside=program)
+    finding, limit = causes.between_epochs(Evidence({}, throughput)), bound(throughput)
+    assert limit and limit.what == ("work between epochs" if expected > 0.5 else "computation")
+    assert ("Work between epochs: " in limit.why) == (expected > 0)
     assert (finding and finding.what) == ("work between epochs" if expected > 0.2 else None)
     assert not finding or (finding.share == pytest.approx(expected, abs=0.02) and "between an epoch" in finding.why)
 

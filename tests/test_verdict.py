@@ -171,8 +171,8 @@ OUTSIDE: list[tuple[Throughput, list[str]]] = [
     (program(rate=9000.0, batch=None), []),  # a printed rate does not give the duration of a step
     (program(rate=900.0, batch=None, samples=False), ["launches"]),
     (program(training=0.4), ["besides"]),
-    (program(pauses={"epochs": 2.4}), ["epochs"]),  # of 4 s in the windows
-    (program(pauses={"epochs": 0.7}), []),
+    (program(between_epochs=0.6), ["epochs"]),
+    (program(between_epochs=0.17), []),
     (program(usage(4.0), queued=0.9), ["threads"]),
     (program(usage(1.0), queued=0.9), []),
     (program(usage(4.0), queued=0.9, waiting=0.9), ["loader"]),  # the loader's workers are queued

@@ -115,8 +115,10 @@ class Outside(Record):
     first_step_seconds: float = Field(ge=0)  #: Seconds from the program's start to the end of its first step.
     waiting: float | None = Field(None, ge=0, le=1)  #: Fraction of FULL's time spent waiting for batches.
     training: float = Field(ge=0, le=1)  #: Fraction of the time between first and last step that is spent in steps.
+    #: Fraction of FULL's time between an epoch's last step and the request for the next epoch's first batch.
+    between_epochs: float = Field(0.0, ge=0, le=1)
     #: Seconds outside the steps: for batches of other loaders, as in a validation (`other`); longest time without a
-    #: batch or a step (`longest`). Also the seconds between epochs that the counted steps include (`epochs`).
+    #: batch or a step (`longest`).
     pauses: dict[str, float] = {}
     gradient_bytes: int | None = None  #: Bytes of the gradients of one process.
     stalled: float | None = None  #: Fraction of the program's time in which processes on the machine waited for memory.

@@ -166,7 +166,7 @@ def bound(throughput: Throughput | None) -> Bound | None:
     overlap. An external program is judged by its wait for batches instead.
     """
     if throughput and throughput.outside:
-        return _bound_program(throughput.outside)
+        return _bound_program(throughput.outside.waiting, throughput.outside.between_epochs)
     modes = [trials for mode in MODES if throughput and (trials := throughput.mode(mode))]
     if len(modes) < len(MODES) or not all(trials.mean for trials in modes):
         return None
@@ -217,15 +217,12 @@ def bound(throughput: Throughput | None) -> Bound | None:
     return Bound(what, key, f"{alone} Training reaches {reaches}. {advice}", share, loading)
 
 
-def _bound_program(program: Outside) -> Bound | None:
+def _bound_program(waiting: float | None, between: float) -> Bound | None:
     """Return the limit of an external program, from its wait for batches; None if this wait is unknown."""
-    if program.waiting is None:
+    if waiting is None:
         return None
-    share, rest = percent(program.waiting), percent(1 - program.waiting)
-    what, key = "loading and computing", "both"
-    if program.waiting >= 0.5:
-        what, key = "data loading", "io"
-    elif program.waiting <= 0.2:
-        what, key = "computation", "synthetic"
-    why = f"Waiting for data: {share} of each step. Computing and everything else: {rest}."
-    return Bound(what, key, why, 1.0, None)
+    what = "data loading" if waiting >= 0.5 else "computation" if waiting <= 0.2 else "loading and computing"
+    what = "work between epochs" if between >= 0.5 else what
+    rest = f"Work between epochs: {percent(between)}. " * (between >= 0.005) + "Computing and everything else: "
+    why = f"Waiting for data: {percent(waiting)} of the time. {rest}{percent(max(0, 1 - waiting - between))}."
+    return Bound(what, {"data loading": "io", "computation": "synthetic"}.get(what, "both"), why, 1.0, None)

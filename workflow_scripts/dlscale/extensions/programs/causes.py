@@ -169,15 +169,14 @@ def besides(evidence: Evidence) -> Finding | None:
 
 def between_epochs(evidence: Evidence) -> Finding | None:
     """Find an external program that spends much of its steps' time between two loops over its loader."""
-    program, full = evidence.outside, evidence.trials("FULL")
-    seconds = program.pauses.get("epochs", 0.0) if program else 0.0
-    share = min(seconds / sum(full.trial_time), 1.0) if full and seconds else 0.0
+    program = evidence.outside
+    share = program.between_epochs if program else 0.0
     if share < 2 * MIN_FRACTION:
         return None
     return Finding(
         "epochs",
         "work between epochs",
-        f"{percent(share)} of the time in the rate ({duration(seconds)}) passes between an epoch's last step and the "
+        f"{percent(share)} of the time in the rate passes between an epoch's last step and the "
         "request for the next epoch's first batch. The program neither trains nor waits for a batch in this time.",
         "If the loader's workers start again in each epoch, use persistent_workers=True. Log, save, evaluate and "
         "collect garbage less often, or make epochs longer. `--profile` shows the slowest lines of code.",

@@ -546,6 +546,7 @@ def _measured(
             gradient_bytes=found.gradients or None,
             waiting=found.waiting,
             training=min(found.training, 1.0),
+            between_epochs=found.between_epochs,
             pauses=found.pauses,
             stalled=run.stalled,
             queued=run.queued,

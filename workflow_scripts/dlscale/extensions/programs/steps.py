@@ -109,6 +109,7 @@ class Pace:
     #: Fraction of the time from `begin` to `end` that the counted steps of the first process take. Gaps and profiled
     #: spans are not part of the time.
     training: float
+    between_epochs: float = 0.0  #: See `dlscale.measure.records.Outside.between_epochs`.
     waits_of_ranks: list[float] = field(default_factory=list)  #: Fraction `waiting` of each process.
     gradients: int = 0  #: Bytes of the gradients of one process; 0 if unknown.
     pauses: dict[str, float] = field(default_factory=dict)  #: See `dlscale.measure.records.Outside.pauses`.
@@ -559,7 +560,8 @@ def pace(processes: Sequence[Process], batch_size: int | None = None, apart: Seq
         seconds=seconds,
         rank_rates=rank_rates,
         gradients=processes[0].gradients,
-        pauses={**_pauses(processes[0], iterators[0], (begin, end), away[0]), "epochs": _between_epochs(each[0])},
+        pauses=_pauses(processes[0], iterators[0], (begin, end), away[0]),
+        between_epochs=min(_between_epochs(each[0]) / lasted[0], 1.0),
         waiting=sum(waited) / sum(lasted) if waits_known else None,
         training=lasted[0] / max(end - begin - _within(begin, end, away[0]), 1e-9),
         waits_of_ranks=[one / of for one, of in zip(waited, lasted, strict=True)] if waits_known else [],
