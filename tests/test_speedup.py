@@ -269,7 +269,7 @@ def test_runs_of_the_same_work_give_no_headline(results: Results) -> None:
 
 
 def test_sentences_that_readers_misunderstood_are_complete(results: Results) -> None:
-    """The page says what paired timing is, why rates may differ from ratios, and what signs and directions mean."""
+    """The page states what paired timing is, why rates may differ from ratios, and what signs and directions mean."""
     timed(results, "first", 100.0, None)
     timed(results, "second", 150.0, noisy(1.5, spread=0.01))
     plan_of(results, "first", "second")
