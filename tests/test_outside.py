@@ -14,6 +14,7 @@ import pickle
 import re
 import shlex
 import signal
+import statistics
 import subprocess
 import sys
 import textwrap
@@ -110,6 +111,27 @@ def test_a_pace_is_that_of_training_alone(tmp_path: Path, ahead: bool) -> None:
     assert found.training == pytest.approx(0.08 * 270 / (300 * 0.08 + 4 * 11), rel=0.05)
 
 
+@pytest.mark.parametrize("validates", [False, True])
+@pytest.mark.parametrize("count", [1, 6, 23])
+def test_the_wait_for_workers_that_start_again_counts_also_after_a_validation(
+    tmp_path: Path, count: int, validates: bool
+) -> None:
+    """The rate does not depend on a validation between the epochs, also with one step per epoch."""
+    clock = Clock(tmp_path)
+    for _ in range(40):
+        clock.iterator += 1
+        for number in range(count):
+            clock.batch(0.01 if number else 0.2)
+            clock.step(0.04)
+        if validates:
+            clock.validate(3, seconds=0.5)
+            clock.now += 0.3  # metrics and a checkpoint
+    found = steps.pace(steps.read(tmp_path)[1])
+    seconds = 0.05 * count + 0.19
+    assert found and statistics.fmean(found.rates) == pytest.approx(8 * count / seconds, rel=0.03)
+    assert found.waiting == pytest.approx((0.01 * count + 0.19) / seconds, rel=0.03)
+
+
 @pytest.mark.parametrize(("batches", "accumulated"), [(5, 4), (10, 4), (16, 8), (8, 1)])
 def test_batches_that_a_library_requests_ahead_count_when_they_are_used(
     tmp_path: Path, batches: int, accumulated: int
@@ -130,7 +152,8 @@ def test_batches_that_a_library_requests_ahead_count_when_they_are_used(
                 clock.step(0.0)
         clock.validate(3, seconds=0.5)
     found = steps.pace(steps.read(tmp_path)[1])
-    assert found and found.rates == pytest.approx([80.0] * len(found.rates), rel=0.01)
+    expected = 8 * batches / (0.1 * batches + 0.02)  # with the wait for the epoch's first batch
+    assert found and statistics.fmean(found.rates) == pytest.approx(expected, rel=0.015)
     assert found.batch_size == round(8 * batches / math.ceil(batches / accumulated))
 
 

@@ -381,6 +381,9 @@ def _after_warm_up(process: Process, training: set[str], away: Sequence[Span], a
         before = max([before, *process.loops[begun - 1 : begun]])
         within = process.batches[bisect.bisect_left(times, before) : bisect.bisect_left(times, end)]
         own = [batch for batch in within if batch[1] in training]
+        if own and len(own) < len(within) and within[-len(own) :] == own:
+            # After a validation, the step begins with the request of its first batch, which may start workers again.
+            before, within = max(within[-len(own) - 1][0], own[0][0] - own[0][2]), own
         first = not iterators.issuperset(batch[1] for batch in own)
         iterators.update(batch[1] for batch in own)
         nearest = bisect.bisect_right(ends, before)
