@@ -188,6 +188,10 @@ def test_a_campaign_is_continued(
     said = capsys.readouterr().out
     assert "--seed 1 --count 4 --only 1" in said
     assert campaign.main() == 1 and run == [2, 3], "the log must have the new trials, even after a torn line"
+    for part in ("2/2", "1/2"):
+        monkeypatch.setattr(sys, "argv", ["faults", "--count", "7", "--work", str(tmp_path), "--part", part])
+        campaign.main()
+    assert run == [2, 3, 5, 4, 6]
 
 
 def test_only_the_program_may_print_a_traceback() -> None:

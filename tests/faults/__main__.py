@@ -5,7 +5,8 @@ into a call of dlscale, and repeats the call as a user does. The result must the
 call without a fault, or one clear message must say what to do. No process and no temporary file may be left.
 
 Each trial adds a line to `--log`. A campaign continues after the last trial of the same commit and seed in the log, and
-ends with a table. The exit status is 1 if a trial failed. `--only K` repeats one trial and keeps its folder.
+ends with a table. The exit status is 1 if a trial failed. `--only K` repeats one trial and keeps its folder. Calls with
+`--part 1/2` and `--part 2/2` run at once; afterwards, the call without `--part` prints the table.
 """
 
 from __future__ import annotations
@@ -89,6 +90,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, help="number of random trials (default: the trials of the short form)")
     parser.add_argument("--only", type=int, metavar="K", help="repeat trial K of this seed, and keep its folder")
+    parser.add_argument(
+        "--part", default="1/1", metavar="I/N", help="run each N-th trial from the I-th on: N calls share a campaign"
+    )
     parser.add_argument("--kinds", nargs="+", choices=FAULTS, help="draw faults from these kinds only")
     parser.add_argument("--log", type=Path, help="file for one JSON line per trial (default: in --work)")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir(), f"dlscale-faults-{os.getuid()}"))
@@ -104,7 +108,8 @@ def main() -> int:
     expected = json.loads((folder / "base/expected.json").read_text())
     log = args.log or args.work / "log.jsonl"
     done = {row["k"]: row for row in _read(log) if (row["commit"], row["seed"]) == (commit, args.seed)}
-    wanted = range(args.count or len(SHORT)) if args.only is None else [args.only]
+    part, parts = map(int, args.part.split("/"))
+    wanted = range(part - 1, args.count or len(SHORT), parts) if args.only is None else [args.only]
     rows = []
     for k in wanted:
         row = done.get(k) if args.only is None else None
