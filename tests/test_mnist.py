@@ -188,6 +188,8 @@ def test_accuracy_is_the_share_of_right_answers(tmp_path: Path) -> None:
     dataset = {"kind": "mnist", "source": {"kind": "simulated", "train": 300, "valid": 100}}
     folder = make_dataset(tmp_path / "data", dataset)
     config = make_run(tmp_path / "run", "mnist_cnn", {"training": {"epochs": 3}, "loader": {"workers": 0}}, dataset)
+    # Failed once with "asked to end", on a busy machine; the sender of the signal is unknown. Since then the log names
+    # the signal (`test_interruption.py`), and the failure has not come back.
     assert train(tmp_path / "run", folder / "manifest.json") == 0
     run, manifest = yaml.safe_load(config.read_text()), Manifest.read(folder / "manifest.json")
     model = registry.study("mnist_cnn").model(run_class("mnist_cnn")(**run), manifest).eval()
