@@ -383,7 +383,7 @@ def test_a_folder_that_fails_is_named_and_no_process(tmp_path: Path, monkeypatch
     monkeypatch.setenv(MEET, str(tmp_path / "meet"))
     said: list[str] = []
     monkeypatch.setattr(watchdog, "end", lambda message, status: said.append(message))
-    found = Watchdog(0, 1, limits=Limits(silent=5, stuck=10))
+    found = Watchdog(0, 2, limits=Limits(silent=5, stuck=10))
     shutil.rmtree(tmp_path / "meet.watchdog")
     until("its word", lambda: said)
     found.close()

@@ -17,8 +17,8 @@ import traceback
 
 from dlscale.extensions.hangs.inside import main_line, operation, unfinished
 
-#: Wait for the stacks that child processes write into the log, seconds.
-CHILDREN = 1.0
+#: Maximum wait for the stacks that one child process writes into the log, and that all write, seconds.
+CHILD, CHILDREN = 1.0, 5.0
 
 
 def waiting_place() -> str:
@@ -40,9 +40,24 @@ def stacks() -> str:
     for number, frame in sys._current_frames().items():
         if number != threading.get_ident():  # the calling thread only collects the stacks
             parts.append(f"thread {names.get(number, number)}:\n{''.join(traceback.format_stack(frame))}")
-    children = [child.pid for child in multiprocessing.active_children() if child.pid]
-    for child in children:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(child, signal.SIGQUIT)  # the child's `faulthandler` writes its stacks (registered in `dlscale.cli`)
-    time.sleep(CHILDREN if children else 0.0)
+    until = time.monotonic() + CHILDREN
+    for child in multiprocessing.active_children():
+        ask(child.pid or 0, min(CHILD, until - time.monotonic()))
     return f"Stacks of process {os.getpid()}:\n{''.join(parts).rstrip()}"
+
+
+def ask(child: int, seconds: float) -> None:
+    """Let a child process write its stacks into the log; wait for them, at most `seconds`.
+
+    The child's `faulthandler` writes words, so the lines of two children that write at once would be mixed. A stopped
+    child writes nothing.
+    """
+    before, until = os.fstat(2).st_size, time.monotonic() + seconds
+    last = before
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(child, signal.SIGQUIT)  # registered in `dlscale.cli`
+    while time.monotonic() < until:
+        time.sleep(0.1)
+        if before < last == os.fstat(2).st_size:
+            break
+        last = os.fstat(2).st_size
