@@ -165,7 +165,7 @@ def test_functions_are_found_by_their_names(
 @pytest.mark.slow
 def test_a_wrong_setting_is_one_message(tmp_path: Path, cosmo_data: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert profiled(tmp_path, cosmo_data, tools=["lines"], ranks=[0, 1]) == 2
-    assert "profile.ranks: 1: this run has 1 processes" in capfd.readouterr().err.splitlines()[-1]
+    assert "profile.ranks: 1: this run has 1 process" in capfd.readouterr().err.splitlines()[-1]
 
 
 # ---- ranges ------------------------------------------------------------------------------------------------------
