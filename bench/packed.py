@@ -92,7 +92,8 @@ def packs(options: Options) -> list[Row]:
         contestants |= {
             f"torch, {workers} workers": torch_rate(stack, samples["encoded"], workers) for workers in WORKERS
         }
-        contestants |= {"direct": ours(stack, samples, source)["direct"], "decoding": decoding(stack, source)}
+        files = [path.read_bytes() for path, _ in photographs.files]
+        contestants |= {"direct": ours(stack, samples, source)["direct"], "decoding": decoding(stack, files)}
         found = in_turns(options.repetitions, contestants)
     floor, direct = found.pop("decoding"), found.pop("direct")
     best = {

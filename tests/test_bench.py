@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 import torch
 
-from bench import archives, published, training
+from bench import archives, packed, published, training
 from bench.cases import Case
 from bench.gpu_checks import UNET, Errors, rung_equals_plain
 from bench.loading import cold
-from bench.measure import Row, in_turns, table
+from bench.measure import Options, Row, in_turns, table
 from bench.tasks import Bench, Skip, Task, closing_words, perform_all, read
 from dlscale.train.step import set_learning_rate
 from tests.conftest import ROOT
@@ -65,6 +65,15 @@ def test_the_archive_has_the_values_of_the_published_layout(tmp_path: Path) -> N
     ours = archives.Archive(paths["archive"], *numbers, 1)[0]
     theirs = published.Pairs(paths["published"], *numbers, 1)[0]
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)) and not torch.equal(*ours)
+
+
+@pytest.mark.slow
+def test_packs_are_compared_with_decoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "WORKERS", (0,))
+    rows = packed.packs(Options(quick=True, folder=tmp_path, repetitions=1))
+    compared = {(row.name, row.reference): [*row.values, *row.references] for row in rows}
+    assert {("packs, torch", "decoding"), ("packs, direct", "torch")} <= set(compared)
+    assert all(rate > 0 for rates in compared.values() for rate in rates)
 
 
 @pytest.mark.slow

@@ -75,6 +75,7 @@ def test_a_plan_pairs_the_documents_command_with_a_run_of_equal_settings(plan: s
     assert program and " ".join(Words(program, "OUT").command) == command
     settings = [each.model_dump(exclude={"program", "label"}) for each in found.values()]
     assert settings[0] == settings[1]
+    assert settings[1]["precision"] != "fp32", "a program without settings of precision computes convolutions in TF32"
     assert settings[1] == resolve.load({"targets": [other]}).plans[other][run].run.model_dump(
         exclude={"program", "label"}
     )
