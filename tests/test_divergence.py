@@ -376,6 +376,8 @@ def test_a_rolled_back_training_equals_one_that_skipped(
     left[0] = 0
     assert train(folder, spoilt / "manifest.json") == 0
     finished_like(folder, skipped)
+    step = json.loads((folder / "provenance.json").read_text())["resumed_from_step"]
+    assert (step is None) == (not calls), "a roll-back is part of its try, whose energy and goodput are known"
 
 
 @pytest.mark.slow
