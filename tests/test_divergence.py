@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import h5py
@@ -40,7 +41,7 @@ from dlscale.train.build import build_optimizer, build_step, open_session
 from dlscale.train.checkpoint import CheckpointRecord, read
 from dlscale.train.step import Step, set_learning_rate
 from dlscale.train.train import Interruption
-from dlscale.train.trainer import Request, _EpochSums, learning_rate, peak_rate
+from dlscale.train.trainer import Request, Trainer, _EpochSums, learning_rate, peak_rate
 from tests.conftest import TINY, error_line, make_dataset, make_run, records, stage, timeless, train
 from tests.ranks import spawn
 from tests.test_ddp import as_rank
@@ -169,6 +170,37 @@ def test_the_first_bad_step_and_its_cause_are_known(planted: str) -> None:
         later = {} if skips else {5: 2, 6: 2, 7: 2}  # the weights are NaN then
         assert sums.bad() == {2: 2, 4: code, **later}
         assert np.isfinite(sums.total()).all() == skips
+
+
+class Eight(list[int]):
+    """Loader of four batches with two samples each."""
+
+    samples = 8
+
+
+def test_half_of_the_steps_may_be_left_out() -> None:
+    trainer: Any = SimpleNamespace(
+        name="RUN",
+        run=SimpleNamespace(batch_size=2, seed=0, training=SimpleNamespace(on_divergence="skip")),
+        train_loader=Eight(range(4)),
+        share=SimpleNamespace(count=lambda number, samples: 2),
+        step=SimpleNamespace(skips=True),
+    )
+    Trainer._judge_steps(trainer, {0: 1, 2: 2}, 4)
+    with pytest.raises(UserError, match=r"the first of 3 such steps of 4"):
+        Trainer._judge_steps(trainer, {0: 1, 1: 1, 2: 2}, 4)
+
+
+def test_totals_over_ranks_leave_each_ranks_sums() -> None:
+    """A request during the validation saves the sums after their total is known; a resumed try adds them up again."""
+
+    class Two(World):
+        def sum(self, values: torch.Tensor) -> torch.Tensor:
+            return values.mul_(2)
+
+    sums = _EpochSums(CheckpointRecord(sums=[[1.0, 3.0]]), range(0), Two(), faulty_step(), 2)
+    assert sums.total() == sums.total() == [2.0, 6.0]
+    assert sums.by_rank() == [[1.0, 3.0]]
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -376,6 +408,8 @@ def test_a_rolled_back_training_equals_one_that_skipped(
     left[0] = 0
     assert train(folder, spoilt / "manifest.json") == 0
     finished_like(folder, skipped)
+    step = json.loads((folder / "provenance.json").read_text())["resumed_from_step"]
+    assert (step is None) == (not calls), "a roll-back is part of its try, whose energy and goodput are known"
 
 
 @pytest.mark.slow

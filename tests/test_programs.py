@@ -431,9 +431,11 @@ def test_losses_of_earlier_tries_keep_their_steps(tmp_path: Path) -> None:
         program = Program(
             command=["train", "{resume}"], resume=["--resume", "{out}/last"], losses={"val (.*)": "loss/valid"}
         )
-        for _ in range(2):  # the second call simulates an attempt that was killed at its start
+        # The further calls simulate attempts that were killed at their start, before and after they removed the steps.
+        for removed in (False, True, True):
             before = earlier(steps.parent, keep, program)
-            shutil.rmtree(steps, ignore_errors=True)
+            if removed:
+                shutil.rmtree(steps, ignore_errors=True)
         assert before.step in (checkpoint, checkpoint - 1)
         later = [(2000.001 + step / 100, step / 1e3) for step in range(50, 450 - checkpoint, 50)]
         found = before.merged({"loss/valid": later}, [time + 1000 for time in ends])["loss/valid"]

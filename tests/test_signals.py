@@ -1,4 +1,4 @@
-"""Signals that a process passes on to its descendants (`core.process.pass_on`)."""
+"""Signals that a process passes on to its descendants (`core.process.pass_on`) or to its container."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.waiting import until
+import pytest
+
+from tests.conftest import variables
+from tests.waiting import PATIENCE, until
 
 #: Process that appends each USR2 to the file NAME.DEPTH, and starts the same process with a smaller DEPTH.
 CHILD = """
@@ -46,3 +49,37 @@ def test_the_nearest_process_with_a_handler_gets_the_signal(tmp_path: Path) -> N
     finally:
         os.killpg(job.pid, signal.SIGKILL)
         job.wait()
+
+
+#: Container engine whose container ends with status 7 after `kill`.
+ENGINE = """#!/bin/sh
+case $1 in
+    run) for look in $(seq 3000); do [ -e killed ] && exit 7; sleep 0.1; done ;;
+    kill) echo "$*" > killed ;;
+esac
+"""
+
+#: Process that gets a signal while it starts the engine's client.
+EARLY = """
+import os, subprocess, sys
+from dlscale.launch import contain
+start = subprocess.Popen
+def begin(words, *args, **options):
+    if "run" in words:
+        os.kill(os.getpid(), int(sys.argv[1]))
+    return start(words, *args, **options)
+subprocess.Popen = begin
+sys.exit(contain.main(["./engine", "run", "image"]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR2])
+def test_a_signal_during_the_start_of_a_container_reaches_the_container(tmp_path: Path, number: signal.Signals) -> None:
+    (tmp_path / "engine").write_text(ENGINE)
+    (tmp_path / "engine").chmod(0o700)
+    command = [sys.executable, "-c", EARLY, str(int(number))]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=variables(), capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
+    assert (done.returncode, done.stderr) == (7, "")
+    assert (tmp_path / "killed").read_text().startswith(f"kill --signal {number.name} dlscale-")

@@ -266,7 +266,9 @@ def test_rungs_end_bitwise_equal_to_one_training(
     assert [part[0] for part in found] == [epochs[:1], epochs[:2], epochs]
     assert all(torch.equal(found[-1][1][key], weights[key]) for key in weights)
     assert json.loads((parts[1] / "provenance.json").read_text())["resumed_from_step"] == 6
+    later = {path.name for path in (tmp_path / "b").glob("*/step-*")}
     again = done(parts[0], digits, tmp_path / "b")
+    assert later < {path.name for path in (tmp_path / "b").glob("*/step-*")}, "later checkpoints must be kept"
     assert again[0] == epochs[:1] and all(torch.equal(again[1][key], found[0][1][key]) for key in weights)
 
 

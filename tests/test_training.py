@@ -768,7 +768,7 @@ def test_an_intact_checkpoint_is_never_deleted(tmp_path: Path, monkeypatch: pyte
     for where, name, error in (
         (safetensors, "safe_open", torch.OutOfMemoryError("out of memory")),
         (checkpoint_module, "sha256", OSError(errno.EIO, "Input/output error")),
-        (CheckpointRecord, "read", OSError(errno.ESTALE, "Stale file handle")),
+        (Path, "read_text", OSError(errno.ESTALE, "Stale file handle")),  # read_json makes it a UserError
         (checkpoint_module, "fill", OSError(errno.EIO, "Input/output error")),
     ):
         with monkeypatch.context() as patched:

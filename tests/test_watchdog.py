@@ -23,6 +23,7 @@ from dlscale.core import ranges
 from dlscale.core.errors import UserError
 from dlscale.core.machine import WATCHDOG
 from dlscale.core.process import LOST, MEET
+from dlscale.core.progress import Progress
 from dlscale.extensions.hangs.hangs import waiting_place
 from dlscale.extensions.hangs.record import hang_of
 from dlscale.parallel import watchdog
@@ -548,6 +549,19 @@ def test_background_exchanges_are_counted_separately(tmp_path: Path) -> None:
         assert watchdog._exchanges() == (of_steps + 1, of_threads + 1)
     finally:
         dist.destroy_process_group()
+
+
+def test_counted_items_are_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verification of data and paired timing enter no range, but may last longer than `GRACE_SECONDS`."""
+    monkeypatch.setattr(watchdog, "BEAT", 0.02)
+    dog, counter = Watchdog(), Progress("verifying data", 2, "files")
+    try:
+        for done in range(3):
+            until("no progress", lambda: dog._heartbeat.age > 1)
+            counter.update(done)
+            until("progress", lambda: dog._heartbeat.age <= 1, seconds=60)
+    finally:
+        dog.close()
 
 
 def test_ranges_record_the_progress_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,6 +81,8 @@ def write_status(doing: StageStatus) -> None:
 class Progress:
     """Counter of items, which logs the progress towards a total (None if the total is unknown)."""
 
+    updates = 0  #: Number of updates of all counters of this process, as a sign of progress for the watchdog.
+
     def __init__(
         self,
         what: str,
@@ -100,6 +102,7 @@ class Progress:
         self._first: tuple[float, int] | None = None  # time and count at the first update of this process
 
     def update(self, done: int, total: int | None = None) -> None:
+        Progress.updates += 1
         self.done = done
         self.total = self.total if total is None else total
         now = time.monotonic()

@@ -52,8 +52,11 @@ GRACE = 30
 
 def name() -> str:
     """Return a container name that is unique among the user's containers on this node."""
-    numbers = (os.environ.get(key, "") for key in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID"))
-    job = [number for number in numbers if number.isdecimal()]
+    job = [
+        number
+        for key in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID")
+        if (number := os.environ.get(key, "")).isdecimal()
+    ]
     return "-".join(["dlscale", socket.gethostname().split(".")[0], *job, str(os.getpid())])
 
 
@@ -87,6 +90,7 @@ def main(command: list[str]) -> int:
     # A stage that ignores SIGTERM is killed before the sender of SIGTERM kills this process.
     killer = threading.Timer(GRACE - 5, deliver, ["KILL"])
     killer.daemon = True
+    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # a signal waits until the client exists
     for number in FORWARDED:
         signal.signal(number, forward)
     # Ctrl-C goes to all processes of a terminal's session. The client gets a new session, so that the signal reaches
@@ -95,12 +99,17 @@ def main(command: list[str]) -> int:
         [engine, command[1], "--name", called, "--sig-proxy=false", *command[2:]],
         stdin=subprocess.PIPE,
         start_new_session=True,
+        preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED),
     )
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
     try:
         status = client.wait()
         if status in (125, 126, 127):  # the engine failed, or the command is not executable, or not found
-            remedy = "check the image, and the set-up of GPUs for containers (site.gpu: false disables GPUs)"
-            print(f"{engine} did not start the container (status {status}); {remedy}", file=sys.stderr)
+            print(
+                f"{engine} did not start the container (status {status}); check the image, and the set-up of GPUs for "
+                "containers (site.gpu: false disables GPUs)",
+                file=sys.stderr,
+            )
         if status < 0:  # the client was killed; the container continues
             waited = ask("wait", called).stdout.strip()
             status = int(waited) if waited.isdecimal() else 128 - status

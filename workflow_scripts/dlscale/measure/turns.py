@@ -157,7 +157,7 @@ class Turns:
                 if number < 2 or opening < seconds:
                     order = (0, 1) if number % 2 else (1, 0)
                     opening += _open(couple, order)
-                    found.append(_rounds(couple, order, seconds / len(self._couples), error))
+                    found.append(_rounds(couple, order, seconds / len(self._couples), error, progress))
                     progress.update(len(found))
         return found
 
@@ -174,13 +174,16 @@ def _open(couple: Sequence[Subject], order: tuple[int, int]) -> float:
     return time.monotonic() - start
 
 
-def _rounds(couple: Sequence[Subject], order: tuple[int, int], seconds: float, error: float) -> list[Round]:
+def _rounds(
+    couple: Sequence[Subject], order: tuple[int, int], seconds: float, error: float, progress: Progress
+) -> list[Round]:
     found: list[Round] = []
     start = time.monotonic()
     while len(found) < 2 or not _enough(found, time.monotonic() - start, seconds, error):
         for turn in (order, order[::-1]):
             rates = {number: couple[number].turn() for number in turn}
             found.append((rates[0], rates[1]))
+            progress.update(progress.done)  # an opening may last hours
     for subject in couple:
         subject.close()
     return found

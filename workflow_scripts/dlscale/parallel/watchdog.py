@@ -64,7 +64,8 @@ class Heartbeat(NamedTuple):
     kind: str = ranges.OPENING  #: Kind of the current work, which decides the timeout.
     exchanges: int = 0  #: Number of exchanges begun by the steps.
     background: int = 0  #: Number of exchanges begun by the thread that writes checkpoints.
-    age: float = 0.0  #: Seconds since `entered`, `exchanges` or `background` changed.
+    #: Seconds since `entered`, `exchanges` or `background` changed, or since an update of a `Progress`.
+    age: float = 0.0
     longest: float = 0.0  #: Duration of the longest recent range in steps, s.
     sees: dict[str, str] = {}  #: States of the other processes of the rank's node, by rank.
     failed: str = ""  #: Reason why this rank ends.
@@ -156,8 +157,7 @@ class Watchdog:
             time.sleep(BEAT / 2)
             if self._unanswered > 3 * BEAT:
                 return f"{self._name(0)} ended: it hosted the store through which the processes met"
-            others = [rank for rank in range(self.size) if rank != self.rank]
-            if gone := self._silence(others, 3 * BEAT, 3 * BEAT):
+            if gone := self._silence([each for each in range(self.size) if each != self.rank], 3 * BEAT, 3 * BEAT):
                 return gone
         return f"another process ended: {brief(error)}"
 
@@ -177,9 +177,9 @@ class Watchdog:
             self._seen[rank] = sign
 
     def _beat(self) -> None:
-        place, age, longest, steps = (0, 0, 0), 0.0, deque([0.0], WINDOW), False
+        place, age, longest, steps = (0, 0, 0, 0), 0.0, deque([0.0], WINDOW), False
         while not self._closed.wait(BEAT):
-            come, kind = (ranges.entered, *_exchanges()), ranges.kind()
+            come, kind = (ranges.entered, *_exchanges(), progress.Progress.updates), ranges.kind()
             if come != place:
                 if steps:
                     longest.append(age)
@@ -189,7 +189,7 @@ class Watchdog:
             sees = {
                 str(rank): state(sign.process) for rank, sign in mates.items() if sign.place == self._heartbeat.place
             }
-            at = dict(zip(("entered", "exchanges", "background"), come, strict=True))
+            at = dict(zip(("entered", "exchanges", "background"), come, strict=False))  # updates differ between ranks
             try:
                 line = provided_text("waiting_place") if age > 3 * BEAT else ""
                 self._show(**at, range=ranges.at, kind=kind, age=age, longest=max(longest), sees=sees, line=line)
@@ -284,8 +284,14 @@ class Watchdog:
 
         Without such a report the state is `UNSEEN`.
         """
-        fresh = (sign for sign, quiet in zip(self._seen, self._quiet, strict=True) if quiet <= 5 * BEAT)
-        return next((status for sign in fresh if (status := sign.sees.get(str(rank)))), UNSEEN)
+        return next(
+            (
+                status
+                for sign, quiet in zip(self._seen, self._quiet, strict=True)
+                if quiet <= 5 * BEAT and (status := sign.sees.get(str(rank)))
+            ),
+            UNSEEN,
+        )
 
     def _name(self, rank: int) -> str:
         host = self._seen[rank].host
@@ -320,8 +326,10 @@ def provided_text(name: str) -> str:
 
 def _exchanges() -> tuple[int, int]:
     """Return how many exchanges this rank has begun in its steps, and in the thread that writes checkpoints."""
-    groups = list[Any](distributed_c10d._world.pg_map)
-    begun = [(group.group_desc == BACKGROUND, group._get_sequence_number_for_group()) for group in groups]
+    begun = [
+        (group.group_desc == BACKGROUND, group._get_sequence_number_for_group())
+        for group in list[Any](distributed_c10d._world.pg_map)
+    ]
     own, others = (sum(count for background, count in begun if background == kind) for kind in (False, True))
     return own, others
 

@@ -240,8 +240,10 @@ class Checkpoints:
             fill(path, state)
         except (Exception, CheckpointException) as error:  # an earlier checkpoint may be usable
             cause = _cause(error)
-            # Too little memory, or a file that cannot be opened or read now, does not prove damage.
-            damaged = not checked and isinstance(cause, (UserError, FileNotFoundError))
+            # Too little memory, or a file that cannot be opened or read now, does not prove damage. `read_json` turns
+            # such an `OSError` into a `UserError`.
+            first = cause.__context__ if isinstance(cause.__context__, OSError) else cause
+            damaged = not checked and isinstance(first, (UserError, FileNotFoundError))
             return None, f"{type(cause).__name__}: {cause}".splitlines()[0], damaged
         return (record, state), "", False
 
@@ -312,5 +314,7 @@ def fill(path: Path, state: State) -> None:
 
 
 def _common(shard: Shard, chunk: ChunkStorageMetadata) -> int:
-    here = zip(shard.offsets, shard.tensor.shape, chunk.offsets, chunk.sizes, strict=True)
-    return math.prod(max(0, min(a + n, b + m) - max(a, b)) for a, n, b, m in here)
+    return math.prod(
+        max(0, min(a + n, b + m) - max(a, b))
+        for a, n, b, m in zip(shard.offsets, shard.tensor.shape, chunk.offsets, chunk.sizes, strict=True)
+    )

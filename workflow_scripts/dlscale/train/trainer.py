@@ -162,7 +162,7 @@ class Trainer:
                     self._begin()
                     if self._untrained:
                         on_begin(self._untrained)
-                policy, first = self.run.training.on_divergence, len(self.history) + 1
+                policy, first, tried = self.run.training.on_divergence, len(self.history) + 1, self.resumed_from
                 left_out = self._resumed.bad or any(record.skipped for record in self.history)
                 if policy == "skip" or (policy == "roll_back" and left_out):
                     self.step.skip_bad()
@@ -173,6 +173,7 @@ class Trainer:
                     if (record := self._epoch(epoch, poll, hooks)) is None:
                         self.checkpoints.wait()
                         self.resume()
+                        self.resumed_from = tried  # a roll-back is part of this try
                         self.step.skip_bad()
                         continue
                     if record.epoch == first:  # files are open and code is compiled: shorter watchdog timeout
@@ -222,8 +223,7 @@ class Trainer:
     def _with_first_loss(self, sums: _EpochSums) -> Untrained | None:
         """Return the scores before the first step, with the first batch's loss if known; call this on all ranks."""
         if self._untrained and sums.first_loss is not None:
-            samples = min(self.run.batch_size, self.train_loader.samples)
-            loss = float(self.world.sum(sums.first_loss.clone())) / samples
+            loss = float(self.world.sum(sums.first_loss.clone())) / min(self.run.batch_size, self.train_loader.samples)
             self._untrained = self._untrained.model_copy(update={"train_loss": loss})
         return self._untrained
 

@@ -133,6 +133,7 @@ class Earlier:
     step: int = 0
     counted: bool = True  #: Whether points have step numbers; otherwise points are numbered consecutively.
     curves: dict[str, list[Point]] = field(default_factory=dict)
+    until: float = 0.0  #: Time of the last step or loss of these tries.
 
     def merged(self, losses: Mapping[str, list[tuple[float, float]]], ends: list[float]) -> dict[str, list[Point]]:
         """Return the curves, extended by the `losses` of a later try; the later try's steps ended at times `ends`."""
@@ -168,7 +169,8 @@ def earlier(folder: Path, keep: Path, program: Any) -> Earlier:
             points = (
                 (name, [(_time(t), int(n), float(x)) for t, n, x in each]) for name, each in kept["curves"].items()
             )
-            known = Earlier(int(kept["step"]), bool(kept["counted"]), dict(points))
+            until = _time(kept.get("until", 0.0))  # files of earlier versions lack this key
+            known = Earlier(int(kept["step"]), bool(kept["counted"]), dict(points), until)
     losses = defaultdict[str, list[tuple[float, float]]](list)
     with contextlib.suppress(FileNotFoundError):
         for line in read_text(steps / PRINTED, errors="replace").splitlines():
@@ -177,9 +179,12 @@ def earlier(folder: Path, keep: Path, program: Any) -> Earlier:
                 name, time, value = json.loads(line)
                 losses[name].append((_time(time), float(value)))
     own = seen.read(steps)[1]
-    if not (own or losses):  # the last try ended before its first step, or its losses are already saved
-        return known
     ends = own[0].steps if own else []
+    until = max([*ends, *(time for points in losses.values() for time, _ in points)], default=0.0)
+    # The last try ended before its first step, or its losses are already saved: a later try may have been killed
+    # before it removed the steps.
+    if until <= known.until:
+        return known
     curves = known.merged({name: losses[name] for name in program.losses.values()}, ends)
     names = [Path(word) for word in Words(program, str(keep.absolute()), resumed=True).resume]
     files = [each for each in names if each.is_file()] or [each for each in keep.rglob("*") if each.is_file()]
@@ -189,7 +194,7 @@ def earlier(folder: Path, keep: Path, program: Any) -> Earlier:
     spacing = min((b - a for a, b in itertools.pairwise(marks)), default=0.0)
     near = [time for time in marks if abs(time - saved) < spacing / 4]
     step = steps_until(near[-1] if near else saved, ends, marks) if ends else 0
-    found = Earlier(known.step + step, known.counted and bool(ends), curves)
+    found = Earlier(known.step + step, known.counted and bool(ends), curves, until)
     write_text(file, json.dumps(asdict(found)))
     return found
 
