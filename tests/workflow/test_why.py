@@ -209,7 +209,9 @@ KINDS, STUDY = [Own()], Study()
     for name in ("mine.npz", "y.npy"):
         (tree.path / name).unlink()
     planned = tree.snakemake("--dry-run", "--", *targets)
-    assert planned.status == 0 and "using the dataset that was made from it" in planned.output and not why(planned.output)
+    assert (
+        planned.status == 0 and "using the dataset that was made from it" in planned.output and not why(planned.output)
+    )
     write(10, age=1000)
     (tree.path / "own.py").write_text(named.replace("np.load(paths[0])", "np.load('y.npy') + 0 * np.load('z.npy')"))
     np.save(tree.path / "z.npy", np.zeros(4))
