@@ -121,9 +121,15 @@ def load(raw: Mapping[str, Any]) -> Configuration:
     merged: Raw = {"studies": {}, "datasets": {}, "plans": {}}
     for name, file in files.items():
         study = registry.added().get(name)
-        datasets = resolve_paths({"datasets": file.datasets}, study.yaml.parent)["datasets"] if study else file.datasets
-        datasets = hide(datasets, f"{written_in(name)}: datasets", secrets)
+        datasets = hide(
+            resolve_paths({"datasets": file.datasets}, study.yaml.parent)["datasets"] if study else file.datasets,
+            f"{written_in(name)}: datasets",
+            secrets,
+        )
         absent = {plan for extension in file.plans_need.keys() - there for plan in file.plans_need[extension]}
+        origins = {plan: str(isinstance(its, dict) and its.get("from")) for plan, its in file.plans.items()}
+        while more := {plan for plan, run in origins.items() if run.split(".")[0] in absent} - absent:
+            absent |= more
         own = {"datasets": datasets, "plans": {plan: file.plans[plan] for plan in file.plans if plan not in absent}}
         if twice := [
             f"{each}.{key}" for each in own for key, value in own[each].items() if merged[each].get(key, value) != value
