@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -52,12 +53,17 @@ def state(time: int) -> NDArray[np.float32]:
     return np.asarray(low + np.round((fine - low) / (high - low) * 65535) * ((high - low) / 65535), np.float32)
 
 
+def _row(array: object, time: int) -> NDArray[Any]:
+    assert isinstance(array, zarr.Array)
+    return np.asarray(array[time])
+
+
 class Archive(published.Pairs):
     """Pairs of consecutive states of a Zarr archive, standardised in place as the tutorial does."""
 
     def _state(self, time: int) -> torch.Tensor:
         group = zarr.open_group(self.path, mode="r")
-        values = np.stack([group[f"channel{channel}"][time] for channel in range(CHANNELS_ERA5)])  # type: ignore[index]
+        values = np.stack([_row(group[f"channel{channel}"], time) for channel in range(CHANNELS_ERA5)])
         values -= self.means
         values /= self.stds
         return torch.as_tensor(values)
@@ -111,9 +117,9 @@ def archives(options: Options) -> list[Row]:
     """Measure pairs of atmospheric states, 20 standardised channels at 360 x 720, in batches of 4."""
     times, count = (13, 12) if options.quick else (33, 32)
     paths, field = write(options.folder, times), series_field(times, CHANNELS_ERA5, ROWS, COLUMNS)
-    numbers = [
+    means, stds = (
         np.full((CHANNELS_ERA5, 1, 1), getattr(field.transforms[0], key), np.float32) for key in ("offset", "scale")
-    ]
+    )
     stored = {
         name: sum(file.stat().st_size for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file())
         for name, path in paths.items()
@@ -121,7 +127,7 @@ def archives(options: Options) -> list[Row]:
     names = {workers: f"Zarr v3, {workers} workers" for workers in WORKERS}
     with ExitStack() as stack:
         contestants: Contestants = {
-            name: program_rate(stack, Archive(paths["archive"], *numbers, count), 4, workers)
+            name: program_rate(stack, Archive(paths["archive"], means, stds, count), 4, workers)
             for workers, name in names.items()
         }
         for name in ("published", "fp16"):

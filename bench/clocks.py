@@ -51,13 +51,13 @@ class Sampler:
     def __init__(self, device: str) -> None:
         self._samples: list[tuple[float, list[float]]] = []
         self._process: subprocess.Popen[str] | None = None
-        self._closed = False
+        self._closed = threading.Event()
         self._thread = threading.Thread(target=self._read, args=(device,), daemon=True)
         self._thread.start()
 
     def _read(self, device: str) -> None:
         for reasons in REASONS:  # if nvidia-smi does not know a name, it exits at once; then try the next name
-            if self._closed:
+            if self._closed.is_set():
                 return
             try:
                 self._process = subprocess.Popen(
@@ -65,7 +65,7 @@ class Sampler:
                 )
             except OSError:
                 return
-            if self._closed:  # `close` was called while the process was starting
+            if self._closed.is_set():  # `close` was called while the process was starting
                 self._process.kill()
             assert self._process.stdout is not None
             for line in self._process.stdout:
@@ -99,7 +99,7 @@ class Sampler:
 
     def close(self, patience: float = 5) -> None:
         """End `nvidia-smi` and the thread."""
-        self._closed = True
+        self._closed.set()
         if self._process is not None:
             self._process.terminate()
             try:

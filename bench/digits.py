@@ -20,11 +20,13 @@ import torch
 
 from bench.measure import Options, Row, in_turns
 from bench.published_digits import Digits, Program
+from bench.training import speed
 from dlscale.config import resolve
 from dlscale.core import registry
 from dlscale.core.machine import missing
 from dlscale.data.manifest import Manifest
 from dlscale.data.store import Reader
+from dlscale.extensions.mnist_cnn.study import MnistCNNSettings
 from dlscale.measure.roofline import measure_peaks
 from dlscale.parallel.world import World
 from dlscale.train.build import open_session
@@ -102,7 +104,7 @@ class Ours:
         fit = Trainer(run, self.session.step, self.session.share(), self.loaders, self.metrics, checkpoints, World())
         last = fit.fit()[-1]
         self.accuracy = self.accuracy or last.metrics["accuracy"]
-        return last.samples_per_second
+        return speed(last)
 
 
 def digits(options: Options) -> list[Row]:
@@ -114,6 +116,7 @@ def digits(options: Options) -> list[Row]:
     known = resolve.load({**settings, "plans": plans})
     runs = known.plans[PLAN]
     run = (runs.get("bf16") or runs["resident"]).run  # not `compile`, which is no faster on a CPU
+    assert isinstance(run.model, MnistCNNSettings)
     rows = []
     for count in range(1, 1 + min(2, len(os.sched_getaffinity(0)))):
         with cores(count), ExitStack() as stack:

@@ -156,7 +156,7 @@ def values_of(evidence: Evidence, rows: list[TopEntry], times: Values) -> Values
     if seen.memory:
         found["peak memory, measured / predicted"] = (seen.memory.peak or 0) / (seen.memory.predicted.peak or 1)
         found["memory"] = _memory(seen.memory)
-    lines = [(each.what, each.share, each.why) for each in judged.findings]
+    lines: list[tuple[str, float | str | None, str]] = [(each.what, each.share, each.why) for each in judged.findings]
     lines += [("bound by", "", judged.bound.why)] if judged.bound else []
     lines += [("limit", "", judged.limit), ("try next", "", judged.todo)]
     found["verdict"] = [{"verdict": what, "share": share, "why": why} for what, share, why in lines]
@@ -236,8 +236,8 @@ def predicted(bench: Bench, case: Case, over: dict[str, Any]) -> Values:
     bench.need_cuda()
     run = case.run(**over)
     fake = FakeStep(run, partial(case.network, run), case.loss(), bench.device)
-    shapes = (torch.empty(case.batch_size, *shape, device="meta") for shape in case.shapes)
-    used = prediction.of_step(fake, *shapes)
+    x, y = (torch.empty(case.batch_size, *shape, device="meta") for shape in case.shapes)
+    used = prediction.of_step(fake, x, y)
     step, batch = case.step(bench.device, **over), case.batch(bench.device)
     step(*batch)
     torch.cuda.reset_peak_memory_stats(bench.device)

@@ -205,7 +205,9 @@ def attention(bench: Bench, kind: str, samples: int, tokens: int, width: int) ->
         for tensor in (q, k, v):
             tensor.requires_grad_()
 
-        def both(tensors: tuple[torch.Tensor, ...] = (q, k, v), gradient: torch.Tensor = gradient) -> None:
+        def both(
+            tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = (q, k, v), gradient: torch.Tensor = gradient
+        ) -> None:
             for tensor in tensors:
                 tensor.grad = None  # drop gradients, because accumulating them would take time
             F.scaled_dot_product_attention(*tensors).backward(gradient)

@@ -52,7 +52,7 @@ class Several(World):
 @contextmanager
 def group(bench: Bench) -> Iterator[World]:
     """Open a process group of one rank, with NCCL on a GPU and with gloo on a CPU."""
-    store = dist.HashStore()
+    store = dist.HashStore()  # type: ignore[attr-defined]
     device = torch.device("cuda", torch.cuda.current_device()) if bench.cuda else bench.device
     backend, own = ("nccl", device) if bench.cuda else ("gloo", None)
     dist.init_process_group(backend, rank=0, world_size=1, store=store, device_id=own)
@@ -82,7 +82,7 @@ def made(case: Case, world: World, over: dict[str, Any]) -> Step:
 def exchanges() -> int:
     """Return the number of collective operations that the default group has started."""
     assert dist.group.WORLD is not None
-    return dist.group.WORLD._get_sequence_number_for_group()
+    return dist.group.WORLD._get_sequence_number_for_group()  # type: ignore[attr-defined]
 
 
 def one_rank(bench: Bench, over: dict[str, Any]) -> Values:

@@ -425,10 +425,10 @@ def pairs(options: Options) -> list[Row]:
         }
         return found | dali_rates(stack, samples("published", many), 4, {PLAIN: "h5py"})
 
-    numbers = [
+    means, stds = (
         np.full((CHANNELS_ERA5, 1, 1), getattr(field.transforms[0], key), np.float32) for key in ("offset", "scale")
-    ]
-    program = Published(published.Pairs(paths["published"], *numbers, few), samples("published", few))
+    )
+    program = Published(published.Pairs(paths["published"], means, stds, few), samples("published", few))
     cold_rows = colds(options, "ERA5 pairs", paths, lambda name: samples(name, few // 2), 4)
     return compare(options, Comparison("ERA5 pairs", program, ours, 4, PAIRS), contestants) + cold_rows
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ class Row:
     values: list[float]
     reference: str
     references: list[float]
-    counted: dict[str, float]
+    counted: Mapping[str, float]
     target: float | None = None
 
     @property
@@ -105,7 +105,7 @@ def summary(rows: list[Row]) -> str:
     return f"{len(targets)} targets: {len(targets) - len(short)} pass, {len(short)} short{names}"
 
 
-def in_turns(repetitions: int, contestants: dict[str, Callable[[], float]]) -> dict[str, list[float]]:
+def in_turns(repetitions: int, contestants: Mapping[str, Callable[[], float]]) -> dict[str, list[float]]:
     """Call every contestant once as a warm-up, then repeat turns; return the measurements by contestant."""
     for contestant in contestants.values():
         contestant()

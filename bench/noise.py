@@ -129,7 +129,7 @@ def gated(plans: list[PlanResult]) -> list[tuple[bool, bool]]:
         same = record.model_copy(update={"compute": before["copy"].compute})
         pairs = after["copy"], replace(after["slow"], throughput=same)
         found.append(tuple(compare.change("p.copy", before["copy"], each, looks=2)["slower"] for each in pairs))
-    return found  # type: ignore[return-value]
+    return found
 
 
 def plan(folder: Path, *runs: str) -> PlanResult:

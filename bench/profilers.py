@@ -86,7 +86,7 @@ def overheads(options: Options, case: Case) -> list[Row]:
     """Measure steps with and without each profiler; the ratio is the remaining fraction of speed."""
     count, turns = (2, 2) if options.quick else (10, options.repetitions)
     batch, step = case.batch(CPU), case.step(CPU)
-    functions = [*filter(inspect.isfunction, vars(Step).values()), type(step.model).forward]
+    functions = [each for each in (*vars(Step).values(), type(step.model).forward) if inspect.isfunction(each)]
     import line_profiler
 
     codes = {function: function.__code__ for function in functions}

@@ -41,7 +41,7 @@ def ranks(options: Options) -> list[Row]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    mp.spawn(_rank, (port, options, found), nprocs=RANKS)
+    mp.spawn(_rank, (port, options, found), nprocs=RANKS)  # type: ignore[attr-defined]
     rows = [Row(**row) for row in json.loads(found.read_text())]
     with one_thread():
         return [*rows, *(row for case in (FULL_UNET, FULL_VIT) for row in _saving(options, case))]

@@ -22,6 +22,7 @@ from bench.cases import Case
 from bench.measure import Options, Row, in_turns
 from dlscale.config.run import Throughput
 from dlscale.config.site import Limits
+from dlscale.core.metrics import Epoch
 from dlscale.data.loaders import DirectLoader, direct_loader
 from dlscale.data.loaders import SyntheticLoader as SyntheticSettings
 from dlscale.data.loaders.base import Batch, Share
@@ -84,6 +85,12 @@ def rate(step: Callable[..., torch.Tensor], batch: Batch, count: int) -> float:
     return count * len(batch[0]) / (time.perf_counter() - start)
 
 
+def speed(epoch: Epoch) -> float:
+    """Return the samples/s that the trainer recorded for an epoch."""
+    assert epoch.samples_per_second is not None
+    return epoch.samples_per_second
+
+
 def adam(case: Case, model: nn.Module) -> torch.optim.Optimizer:
     """Return PyTorch's Adam with the study's settings."""
     settings: Any = case.run().optimizer
@@ -114,7 +121,7 @@ def trainer(options: Options, case: Case, steps: int, guarded: bool | None = Non
     """
     run, step = case.run(**({"training": {"on_divergence": "skip"}} if guarded else {})), case.step(CPU)
     if guarded is False:
-        step._gradients.check = lambda *values: None
+        step._gradients.check = lambda *values: None  # type: ignore[method-assign]
 
     def loader(size: int, batch_size: int) -> SyntheticLoader:
         specs = [ArraySpec(tuple(shape)) for shape in case.shapes]
@@ -131,9 +138,9 @@ def trainer(options: Options, case: Case, steps: int, guarded: bool | None = Non
             run, step, Share(case.batch_size), (batches, valid), Metrics(), Checkpoints(folder, keep=1), World()
         )
         if not guarded:
-            return fit.fit()[0].samples_per_second
+            return speed(fit.fit()[0])
         with closing(Watchdog(limits=Limits())), watch_training(fit, folder) as (hooks, _):
-            return fit.fit(hooks=hooks)[0].samples_per_second
+            return speed(fit.fit(hooks=hooks)[0])
 
     return epoch
 
@@ -183,7 +190,7 @@ def steps(options: Options) -> list[Row]:
             counted = counts(case, model, count)
             step, own = case.step(CPU), partial(rate, ours(case), batch, count)
             unchecked = case.step(CPU)
-            unchecked._gradients.check = lambda *values: None
+            unchecked._gradients.check = lambda *values: None  # type: ignore[method-assign]
             contests: list[tuple[str, Callable[[], float], str, Callable[[], float], float]] = [
                 ("trainer", trainer(options, case, count), "a bare loop", partial(rate, bare, batch, count), NO_SLOWER),
                 ("step", own, "published step", partial(rate, theirs, batch, count), NO_SLOWER),

@@ -26,7 +26,8 @@ from dlscale.config import resolve  # noqa: E402
 from dlscale.core import registry  # noqa: E402
 from dlscale.measure.profilers import Profile  # noqa: E402
 from dlscale.measure.records import Throughput  # noqa: E402
-from dlscale.report.verdict import Evidence, Verdict, verdict  # noqa: E402
+from dlscale.report.evidence import Evidence  # noqa: E402
+from dlscale.report.verdict import Verdict, verdict  # noqa: E402
 
 STUDY = Path(__file__).with_name("plant.py")
 
@@ -59,7 +60,7 @@ CASES = {
     "busy neighbour": Case("neighbour", neighbours=2),
 }
 #: Settings of clean runs, in which the verdict must find no bottleneck.
-CLEAN = (
+CLEAN: tuple[dict[str, Any], ...] = (
     {},
     {"model": {"size": 768}},
     {"model": {"depth": 8}},
