@@ -35,7 +35,7 @@ from dlscale.config import resolve as config
 from dlscale.config.run import load_run
 from dlscale.core import registry
 from dlscale.core.errors import Stopped, UserError
-from dlscale.core.files import sha256
+from dlscale.core.files import atomic_write, sha256
 from dlscale.core.metrics import Epoch, Metric, Untrained
 from dlscale.data.loaders.base import Batch
 from dlscale.data.loaders.torch_loader import TorchLoader
@@ -921,6 +921,26 @@ def test_a_checkpoint_is_written_atomically(tmp_path: Path, monkeypatch: pytest.
             saved(checkpoints, step, w=torch.zeros(1))
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000007"]
     assert loaded(checkpoints, w=torch.zeros(1)) == (7, {"w": torch.ones(1)})
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.EDQUOT, "Disk quota exceeded")])
+def test_an_interrupted_replacement_keeps_the_old_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    """A folder is replaced by two renames; the second one may fail, or Ctrl-C may come before it."""
+    (tmp_path / "crate").mkdir()
+    (tmp_path / "crate/old").touch()
+    replace = os.replace
+
+    def failing(source: Path, target: Path) -> None:
+        if ".part" in source.name:
+            raise error
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", failing)
+    with pytest.raises((KeyboardInterrupt, UserError)), atomic_write(tmp_path / "crate") as temporary:
+        temporary.mkdir()
+    assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*"))] == ["crate", "crate/old"]
 
 
 # --- files of a run ----------------------------------------------------------------------------------------------
