@@ -43,6 +43,8 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         remove_left(path.parent, stem, f".part{path.suffix}")
+        if path.is_dir():  # if the folder is missing, a left one is its only copy
+            remove_left(path.parent, stem, ".old")
         yield temporary
         if path.is_dir() and temporary.is_dir():  # a folder cannot be replaced in one step: rename the old one first
             os.replace(path, former)
