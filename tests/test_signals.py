@@ -83,3 +83,23 @@ def test_a_signal_during_the_start_of_a_container_reaches_the_container(tmp_path
     )
     assert (done.returncode, done.stderr) == (7, "")
     assert (tmp_path / "killed").read_text().startswith(f"kill --signal {number.name} dlscale-")
+
+
+#: Process that prints whether a stage that ignores SIGTERM is killed before its supervisor.
+LIMIT = """
+import sys, threading
+from dlscale.launch import contain
+timer = threading.Timer
+def limited(seconds, *arguments):
+    print(0 < seconds < contain.GRACE)
+    return timer(seconds, *arguments)
+threading.Timer = limited
+sys.exit(contain.main(["true", "run"]))
+"""
+
+
+def test_a_container_is_killed_before_its_supervisor() -> None:
+    """The sender of SIGTERM kills the supervisor after `GRACE` seconds; the container would then continue."""
+    command = [sys.executable, "-c", LIMIT]
+    done = subprocess.run(command, env=variables(), capture_output=True, text=True, timeout=PATIENCE, check=True)
+    assert done.stdout == "True\n"

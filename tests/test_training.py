@@ -35,7 +35,7 @@ from dlscale.config import resolve as config
 from dlscale.config.run import load_run
 from dlscale.core import registry
 from dlscale.core.errors import Stopped, UserError
-from dlscale.core.files import sha256
+from dlscale.core.files import HOST, atomic_write, sha256
 from dlscale.core.metrics import Epoch, Metric, Untrained
 from dlscale.data.loaders.base import Batch
 from dlscale.data.loaders.torch_loader import TorchLoader
@@ -921,6 +921,39 @@ def test_a_checkpoint_is_written_atomically(tmp_path: Path, monkeypatch: pytest.
             saved(checkpoints, step, w=torch.zeros(1))
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000007"]
     assert loaded(checkpoints, w=torch.zeros(1)) == (7, {"w": torch.ones(1)})
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.EDQUOT, "Disk quota exceeded")])
+def test_an_interrupted_replacement_keeps_the_old_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    """A folder is replaced by two renames; the second one may fail, or Ctrl-C may come before it."""
+    (tmp_path / "crate").mkdir()
+    (tmp_path / "crate/old").touch()
+    replace = os.replace
+
+    def failing(source: Path, target: Path) -> None:
+        if ".part" in source.name:
+            raise error
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", failing)
+    with pytest.raises((KeyboardInterrupt, UserError)), atomic_write(tmp_path / "crate") as temporary:
+        temporary.mkdir()
+    assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*"))] == ["crate", "crate/old"]
+
+
+def test_a_killed_replacement_leaves_no_folder(tmp_path: Path) -> None:
+    """A process that is killed after the renames leaves the former folder, which the next replacement removes."""
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    left, only = (tmp_path / f".{name}.{HOST}.{ended.pid}.ab.old" for name in ("crate", "other"))
+    for folder in (tmp_path / "crate", left, only):
+        folder.mkdir()
+    for name in ("crate", "other"):
+        with atomic_write(tmp_path / name) as temporary:
+            temporary.mkdir()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [only.name, "crate", "other"]
 
 
 # --- files of a run ----------------------------------------------------------------------------------------------

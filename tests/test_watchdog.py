@@ -427,6 +427,7 @@ def test_the_verdict() -> None:
     assert "45 s for process 0 on nid0 (backward)" in verdict(WAITS | {"exchanges": 7}, WAITS | {"exchanges": 8})
     assert not verdict(WAITS, BEHIND | {"longest": 6.0}), "an earlier range took 6 s"
     assert not verdict(WAITS, at(98, "forward", OPENING, 51)), "the rank behind compiles"
+    assert not verdict(WAITS, BEHIND, at(98, "forward", OPENING, 51)), "one of the ranks behind compiles"
     assert "for process 1" in verdict(at(100, "forward", OPENING, 50), BEHIND), "only the waiting rank compiles"
     assert "1800 s for process 1 on nid1 (opening)" in verdict(*[at(n, "", OPENING, 1801) for n in (9, 8)])
     tests, further, after = (at(n, "self-test", REHEARSAL, 121) for n in (5, 6, 9))

@@ -39,23 +39,22 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
     path = Path(path)
     # The token is needed because processes in different containers may have the same process id.
     stem, owner = f".{path.name[:150]}.{HOST}", f"{os.getpid()}.{secrets.token_hex(4)}"
-    temporary = path.with_name(f"{stem}.{owner}.part{path.suffix}")
+    temporary, former = (path.with_name(f"{stem}.{owner}.{end}") for end in (f"part{path.suffix}", "old"))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         remove_left(path.parent, stem, f".part{path.suffix}")
+        if path.is_dir():  # if the folder is missing, a left one is its only copy
+            remove_left(path.parent, stem, ".old")
         yield temporary
-        former = path.with_name(f"{stem}.{owner}.old") if path.is_dir() and temporary.is_dir() else None
-        if former:  # a folder cannot be replaced in one step, so the old folder is renamed first
+        if path.is_dir() and temporary.is_dir():  # a folder cannot be replaced in one step: rename the old one first
             os.replace(path, former)
         os.replace(temporary, path)
-        if former:
-            shutil.rmtree(former, ignore_errors=True)
     except (OSError, RuntimeError) as error:  # h5py reports a failed write as either class
-        remove(temporary)
         raise translate_error(error, path) from error
-    except BaseException:
+    finally:
+        with contextlib.suppress(OSError):  # restore the old folder after an error or interrupt between the renames
+            remove(former) if path.exists() else os.replace(former, path)
         remove(temporary)
-        raise
 
 
 def remove_left(parent: Path, stem: str, suffix: str = "") -> None:
