@@ -44,6 +44,7 @@ FORMATS = ("netcdf4", "packed", "netcdf3", "grib")
 SHORT_NAMES = {"t2m": "2t", "u10": "10u", "z": "z", "t": "t"}
 UNITS = {"t2m": "K", "u10": "m s**-1", "z": "m**2 s**-2", "t": "K"}
 LEVELS = (850, 500, 200)
+HOURS = {"units": "hours since 2020-01-01"}
 
 # These warnings come from the tests' own plain reads.
 pytestmark = pytest.mark.filterwarnings(
@@ -530,6 +531,9 @@ PACKED = {"scale_factor": np.float32(0.01), "add_offset": np.float32(273.15)}
         ("u1", 255, PACKED, "no value"),
         ("i8", -9223372036854775806, PACKED, "no value"),
         ("u8", 18446744073709551614, PACKED, "no value"),
+        ("i2", -32767, {**PACKED, "missing_value": np.int16(32766)}, "no value"),
+        ("i1", -127, {**PACKED, "missing_value": np.int8(99)}, ""),
+        ("i2", -32767, {**PACKED, "_FillValue": np.int16(32766)}, ""),
     ],
 )
 def test_values_outside_the_valid_range_are_refused(
@@ -805,12 +809,15 @@ def test_wrapped_longitudes_and_expver_have_their_own_remedy() -> None:
         ("level", "m", LEVELS, ""),
         ("latitude", "degrees_north", LEVELS, "z@500"),
         ("latitude", "radian", LEVELS, ""),
+        ("latitude", "degrees_south", LEVELS, ""),
+        ("longitude", "degrees_west", LEVELS, ""),
+        ("longitude", "degree_E", LEVELS, "z@500"),
     ],
 )
 def test_units_of_axes_are_applied_or_refused(
     tmp_path: Path, axis: str, units: str, levels: tuple[int, ...], channel: str
 ) -> None:
-    """Levels in Pa, hPa or millibars are read; levels in other units, and latitudes in radians, are refused."""
+    """Levels in Pa, hPa or millibars are read; other levels, radians, and degrees south or west are refused."""
     states = atmosphere(names=("z",)).assign_coords(level=("level", np.float64(levels)))
     states[axis].attrs["units"] = units
     states.to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
@@ -861,6 +868,37 @@ def test_time_zones_are_applied_or_refused(start: str, first: str) -> None:
     else:
         with pytest.raises(UserError, match=r"times cannot be read .*00:00:00 \+01:00"):
             era5_source._decoded_times(clock, "f")
+
+
+@pytest.mark.parametrize(("mark", "is_number"), [("-999", True), ("-99.9f", True), ("none", False)])
+def test_a_missing_value_that_is_a_text_is_refused(tmp_path: Path, mark: str, is_number: bool) -> None:
+    """xarray ignores a text in `missing_value`, so missing values would count as data."""
+    states = atmosphere(names=("t2m",))
+    states.t2m[2, 3, 4] = -999.0
+    states.t2m.encoding["_FillValue"] = None
+    states.t2m.attrs["missing_value"] = mark
+    states.to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
+    if is_number:
+        assert f"'t2m' has the text '{mark}' as its attribute missing_value" in refused(tmp_path / "a.nc")
+    else:
+        assert fields(open_source(settings(["t2m"]), part(), [tmp_path / "a.nc"])).min() == -999.0
+
+
+@pytest.mark.parametrize(
+    ("temperature", "moisture", "wrong"),
+    [("K", "kg kg**-1", ""), ("kelvin", "1", ""), ("degC", "kg kg-1", "'t' is in 'degC'"), ("K", "g/kg", "'q' is in")],
+)
+def test_relative_humidity_needs_known_units(temperature: str, moisture: str, wrong: str) -> None:
+    """The formula takes K and kg/kg; other units would give relative humidities of thousands of per cent."""
+    states = atmosphere(names=("t",))
+    states = states.assign(q=0.0 * states.t + 5e-3)
+    states.t.attrs["units"], states.q.attrs["units"] = temperature, moisture
+    variables, names = gridded(states.assign_coords(time=("time", 6 * np.arange(16), HOURS)), "f", {"t", "q", "r"})
+    with pytest.raises(UserError, match=f"f: {wrong}.*; expected [Kk]") if wrong else contextlib.nullcontext():
+        source = Era5Source(settings(["r@500"]), variables, names, None, "f")
+        kelvin = states.t.sel(level=500).values[0].astype(float)
+        expected = era5_source.relative_humidity(kelvin, np.full_like(kelvin, 5e-3), 50000.0)
+        np.testing.assert_allclose(source.read(0, 1)["fields"][0, 0], expected, rtol=1e-5)
 
 
 def test_messages_of_different_units_in_one_grib_file_are_refused(tmp_path: Path) -> None:

@@ -63,6 +63,8 @@ PRESSURES = {
     **dict.fromkeys(("hpa", "hectopascal", "hectopascals", "mb", "mbar", "millibar", "millibars", ""), 1.0),
     **dict.fromkeys(("pa", "pascal", "pascals"), 0.01),
 }
+#: Units of latitudes and longitudes, lower case. Degrees south and west are not read.
+ANGLE = re.compile(r"((deg(ree)?s?|°)[ _]?(north|east|n|e)?)?")
 #: Coordinates of a forecast's lead time.
 LEADS = {"step", "forecast_period", "prediction_timedelta", "lead_time", "leadtime"}
 #: GRIB flags of unsupported orders of points: from east to west, along columns, every second line backwards.
@@ -70,6 +72,9 @@ SCANNING = ("iScansNegatively", "jPointsAreConsecutive", "alternativeRowScanning
 #: Limit of the CPU time for reading a GRIB file's headers with ecCodes: seconds, plus file size / bytes per second.
 GRIB_SECONDS, GRIB_BYTES_PER_SECOND = 10.0, 100_000
 GRID = "expected a regular grid: an axis of latitudes, an axis of longitudes; interpolate, e.g. with `cdo remapbil`"
+
+#: Units of temperature and specific humidity, lower case, from which relative humidity is computed.
+TEMPERATURES, FRACTIONS = ("K", "k", "kelvin", "kelvins", "degk", ""), ("kg kg-1", "kg/kg", "1", "")
 
 #: Ratio of the molar masses of water vapour and dry air, from the gas constants of the IFS (J/kg/K).
 _EPSILON = 287.0597 / 461.5250
@@ -207,11 +212,11 @@ def _gridded(array: xr.DataArray, origin: str) -> Variable:
         said = axes["level"].attrs
         standard, long = str(said.get("standard_name", "air_pressure")), str(said.get("long_name", "pressure"))
         factor = factor if standard == "air_pressure" and re.search("pressure|^level$", long.lower()) else None
-    is_angle = all(units[kind].startswith(("deg", "°")) or not units[kind] for kind in ("latitude", "longitude"))
+    is_angle = all(ANGLE.fullmatch(units[kind]) for kind in ("latitude", "longitude"))
     if factor is None or not is_angle:
         raise UserError(
             f"{origin}: '{name}' has axes with the units {units}; expected pressure levels in hPa or Pa, latitudes and "
-            "longitudes in degrees. Convert or interpolate the axes, or correct their attributes `units`"
+            "longitudes in degrees north and east. Convert or interpolate the axes, or correct their attributes `units`"
         )
     latitude, longitude, south_first = _regular(
         axes["latitude"].values, axes["longitude"].values, f"{origin}: '{name}'"
@@ -225,6 +230,12 @@ def _gridded(array: xr.DataArray, origin: str) -> Variable:
     values = array.variable
     if (sign := {**values.attrs, **values.encoding}.get("_Unsigned", "true")) not in ("true", "false"):
         raise UserError(f"{origin}: '{name}' has the attribute _Unsigned ({sign}); expected true or false")
+    for mark in ("_FillValue", "missing_value"):
+        if isinstance(text := values.encoding.get(mark), str) and re.search(r"\d", text):
+            raise UserError(
+                f"{origin}: '{name}' has the text '{text}' as its attribute {mark}; expected a number. Store the "
+                f"number, e.g. with `ncatted -a {mark},{name},o,f,NUMBER FILE`"
+            )
 
     def load(times: np.ndarray, levels: list[int], rows: slice, columns: slice) -> np.ndarray:
         asked = {"time": _compact(times), "level": _compact(levels), "latitude": rows, "longitude": columns}
@@ -272,7 +283,10 @@ def _without_missing(read: np.ndarray, variable: xr.Variable, where: str) -> np.
 
     marks = [encoding.get(name) for name in ("_FillValue", "missing_value")]
     fill = DEFAULT_FILL.get(stored.str[1:])
-    missing = unpacked(fill) if marks == [None, None] else [each for given in marks for each in unpacked(given)]
+    missing = [each for given in marks for each in unpacked(given)]
+    # The library fills integers whether or not the file has `missing_value`, but all values of a byte may be data.
+    if marks[0] is None and (marks[1] is None or stored.itemsize > 1):
+        missing += unpacked(fill)
     for value in missing:  # the attribute may have more digits than the values, or fewer
         read = np.where(abs(read - value) <= (step / 2.01 or abs(value) / 2**22), np.nan, read)
     span = unpacked(attrs.get("valid_range"))
@@ -464,12 +478,24 @@ def with_humidity(variables: list[Variable], wanted: Collection[str]) -> list[Va
     by_name = {name: [v for v in variables if base(v.channels[0]) == name] for name in "rtq"}
     if by_name["r"] or not any(base(channel) == "r" for channel in wanted):
         return variables
-    pairs = [(t, q) for t in by_name["t"] for q in by_name["q"] if t.origin == q.origin]
-    return [*variables, *(_humidity(t, q) for t, q in pairs if np.array_equal(t.times, q.times))]
+    same = ("times", "latitude", "longitude")
+    pairs = [
+        (t, q)
+        for t in by_name["t"]
+        for q in by_name["q"]
+        if t.origin == q.origin and all(np.array_equal(getattr(t, axis), getattr(q, axis)) for axis in same)
+    ]
+    return [*variables, *(_humidity(t, q) for t, q in pairs)]
 
 
 def _humidity(t: Variable, q: Variable) -> Variable:
     """Describe relative humidity on the levels that both variables have; its values are computed during reading."""
+    for variable, units in ((t, TEMPERATURES), (q, FRACTIONS)):
+        if variable.units.lower().replace("**", "").replace("^", "") not in units:
+            raise UserError(
+                f"{variable.origin}: '{base(variable.channels[0])}' is in '{variable.units}'; expected {units[0]}, to "
+                "compute the relative humidity. Convert the unit, or add the relative humidity `r` to the files"
+            )
     places = [[channel.partition("@")[2] for channel in variable.channels] for variable in (t, q)]
     levels = [level for level in places[1] if level and level in places[0]]
 
