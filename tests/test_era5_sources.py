@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import h5netcdf
 import h5py
 import numpy as np
@@ -674,6 +675,21 @@ def test_an_unwritten_chunk_of_a_zarr_store_is_refused(
     np.testing.assert_array_equal(xr.open_dataset(tmp_path / "out.nc", engine="h5netcdf").t2m, states.t2m)
 
 
+@pytest.mark.parametrize("version", [2, 3])
+def test_old_consolidated_metadata_of_a_folder_are_ignored(tmp_path: Path, version: Any) -> None:
+    """Attributes that were corrected later are used, although the consolidated metadata are older."""
+    packing = {"dtype": "i2", "scale_factor": 0.01, "add_offset": 280.0, "_FillValue": -32767}
+    states = atmosphere(names=("t2m",))
+    states.to_zarr(tmp_path / "store", zarr_format=version, consolidated=True, encoding={"t2m": packing})
+    path = tmp_path / "store/t2m" / (".zattrs" if version == 2 else "zarr.json")
+    about = json.loads(path.read_text())
+    about.get("attributes", about)["add_offset"] = 290.0
+    path.write_text(json.dumps(about))
+    acquire(settings(["t2m"]), days("2020-02-27", "2020-02-28", tmp_path / "store"), tmp_path / "out.nc")
+    read = xr.open_dataset(tmp_path / "out.nc", engine="h5netcdf").t2m
+    np.testing.assert_allclose(read, states.t2m[:8] + 10.0, atol=0.006)
+
+
 def test_acquisition_has_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(era5_zarr, "MEMORY", 4_000_000)
     states = atmosphere(hours=600, step=1, names=("t2m", "u10"), height=80, width=120)
@@ -757,6 +773,31 @@ def test_over_http(tmp_path: Path, server: str, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(UserError, match="most compute nodes have no network: run acquisition"):
         acquire(settings(["t2m"]), days("2020-02-28", "2020-02-29", f"{server}/served"), tmp_path / "out.nc")
     assert not (tmp_path / "out.nc").exists()
+
+
+@pytest.mark.parametrize("fill", [0.0, "NaN"])
+def test_a_missing_chunk_of_a_remote_store_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fill: float | str
+) -> None:
+    """A missing chunk would be read as 0 K; the chunks of other variables may be missing."""
+    monkeypatch.setattr(era5_zarr, "_LONGEST_WAIT_S", 0.01)
+    atmosphere(names=("t2m", "u10")).to_zarr(tmp_path / "lacking", zarr_format=3, consolidated=True)
+    for path in (tmp_path / "lacking/zarr.json", tmp_path / "lacking/t2m/zarr.json"):
+        about = json.loads(path.read_text())
+        consolidated = about.get("consolidated_metadata", {"metadata": {"t2m": about}})["metadata"]
+        consolidated["t2m"]["fill_value"] = fill
+        path.write_text(json.dumps(about))
+    memory = fsspec.filesystem("memory")
+    store = f"/{tmp_path.name}"  # the memory keeps the stores of all tests
+    memory.put(str(tmp_path / "lacking"), store, recursive=True)
+    raw = days("2020-02-27", "2020-03-01", f"memory:/{store}")
+    memory.rm(f"{store}/u10/c", recursive=True)
+    acquire(settings(["t2m"]), raw, tmp_path / "out.nc")
+    memory.rm(f"{store}/t2m/c", recursive=True)
+    expected = f"{store}: 't2m': the chunk t2m/c/0/0/0 is missing, and would be read as 0" if fill == 0 else "no value"
+    with pytest.raises(UserError, match=expected):
+        acquire(settings(["t2m"]), raw, tmp_path / "again.nc")
+    assert not (tmp_path / "again.nc").exists()
 
 
 def test_a_login_reaches_a_store_and_no_message(tmp_path: Path, server: str, monkeypatch: pytest.MonkeyPatch) -> None:
