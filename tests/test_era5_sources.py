@@ -852,6 +852,7 @@ def test_wrapped_longitudes_and_expver_have_their_own_remedy() -> None:
         ("latitude", "radian", LEVELS, ""),
         ("latitude", "degrees_south", LEVELS, ""),
         ("longitude", "degrees_west", LEVELS, ""),
+        ("longitude", "degreesW", LEVELS, ""),
         ("longitude", "degree_E", LEVELS, "z@500"),
     ],
 )

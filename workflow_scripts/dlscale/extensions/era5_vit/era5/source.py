@@ -63,8 +63,8 @@ PRESSURES = {
     **dict.fromkeys(("hpa", "hectopascal", "hectopascals", "mb", "mbar", "millibar", "millibars", ""), 1.0),
     **dict.fromkeys(("pa", "pascal", "pascals"), 0.01),
 }
-#: Units of latitudes and longitudes, lower case. Degrees south and west are not read.
-ANGLE = re.compile(r"((deg(ree)?s?|°)[ _]?(north|east|n|e)?)?")
+#: Units of latitudes and longitudes, lower case: degrees, but not degrees south or west.
+ANGLE = re.compile(r"(?!.*(south|west|[ _.°][sw]$|ees?w$))((deg|°).*)?")
 #: Coordinates of a forecast's lead time.
 LEADS = {"step", "forecast_period", "prediction_timedelta", "lead_time", "leadtime"}
 #: GRIB flags of unsupported orders of points: from east to west, along columns, every second line backwards.
