@@ -535,6 +535,8 @@ PACKED = {"scale_factor": np.float32(0.01), "add_offset": np.float32(273.15)}
         ("i2", -32767, {**PACKED, "missing_value": np.int16(32766)}, "no value"),
         ("i1", -127, {**PACKED, "missing_value": np.int8(99)}, ""),
         ("i2", -32767, {**PACKED, "_FillValue": np.int16(32766)}, ""),
+        ("u1", 200, {"_Unsigned": "false", "missing_value": np.uint8(200)}, "no value"),
+        ("i8", -5, {"_Unsigned": "true", "missing_value": np.int64(-5)}, "no value"),
     ],
 )
 def test_values_outside_the_valid_range_are_refused(
@@ -557,6 +559,32 @@ def test_values_outside_the_valid_range_are_refused(
         else:
             with pytest.raises(UserError, match=rf"a.nc: 't2m': .* outside the valid range, {re.escape(bounds)}"):
                 read()
+
+
+@pytest.mark.parametrize(
+    ("values", "packing", "expected"),
+    [
+        (np.float32([280.25, 281.75]), {"scale_factor": np.int16(1)}, [280.25, 281.75]),
+        (np.int16([20_000, 5]), {"scale_factor": np.int16(10)}, [200_000.0, 50.0]),
+        (np.int16([20_000, 5]), {"scale_factor": np.int16([10]), "_FillValue": np.int16(5)}, [200_000.0, math.nan]),
+        (np.int16([100, 5]), {"scale_factor": np.float32(0.5), "add_offset": np.int32(273)}, [323.0, 275.5]),
+    ],
+)
+@pytest.mark.parametrize("form", ["netcdf4", "netcdf3"])
+def test_an_integer_scale_factor_keeps_decimals(
+    tmp_path: Path, values: np.ndarray, packing: dict[str, Any], expected: list[float], form: str
+) -> None:
+    """xarray alone decodes to the type of `scale_factor`: 280.25 would become 280, and 200000 would become 3392."""
+    axes = {"time": ("time", [0.0, 6.0], HOURS), "latitude": [50.0, 49.0], "longitude": [0.0]}
+    stored = np.stack([values, values])[..., None]
+    states = xr.Dataset({"t2m": (("time", "latitude", "longitude"), stored, packing)}, axes)
+    kinds: dict[str, Any] = {"netcdf4": {"engine": "h5netcdf"}, "netcdf3": {"engine": "scipy"}}
+    states.to_netcdf(
+        tmp_path / "a.nc", **kinds[form], encoding={} if "_FillValue" in packing else {"t2m": {"_FillValue": None}}
+    )
+    with contextlib.ExitStack() as stack:
+        (variable,), _ = open_variables(tmp_path / "a.nc", {"t2m"}, stack)
+        np.testing.assert_array_equal(variable.load(np.arange(1), [0], slice(0, 2), slice(0, 1)).ravel(), expected)
 
 
 @pytest.mark.slow

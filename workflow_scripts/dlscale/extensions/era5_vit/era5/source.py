@@ -169,10 +169,17 @@ def _check_written(values: Any) -> None:
 
 
 def open_xarray(place: str | Path, engine: str, **options: Any) -> xr.Dataset:
-    """Open a file or store without reading values or decoding times."""
+    """Open a file or store without reading values or decoding times.
+
+    xarray would decode to the type of an integer `scale_factor`, which drops decimals or overflows.
+    """
     import xarray as xr
 
-    return xr.open_dataset(place, engine=engine, decode_times=False, cache=False, **options)
+    stored = xr.open_dataset(place, engine=engine, decode_cf=False, cache=False, **options)
+    for variable in stored.variables.values():
+        whole = [name for name in PACKING if np.asarray(variable.attrs.get(name, 1.0)).dtype.kind in "iu"]
+        variable.attrs.update({name: np.float64(variable.attrs[name]) for name in whole})
+    return xr.decode_cf(stored, decode_times=False)
 
 
 def gridded(dataset: xr.Dataset, origin: str, wanted: Collection[str]) -> tuple[list[Variable], list[str]]:
@@ -278,8 +285,10 @@ def _without_missing(read: np.ndarray, variable: xr.Variable, where: str) -> np.
         values = np.ravel([] if given is None else given)
         if values.dtype.kind not in "iuf" or (is_packed and values.dtype.kind == "f"):
             return [float(value) for value in values if values.dtype.kind == "f"]
-        wrap = 256**stored.itemsize if str(encoding.get("_Unsigned")).lower() == "true" else 0
-        return [float(value + wrap * (value < 0)) * scale + offset for value in values.astype(np.float64)]
+        if "_Unsigned" in encoding:  # marks have the stored type, but values have the other sign
+            other = f"{'u' if encoding['_Unsigned'] == 'true' else 'i'}{stored.itemsize}"
+            values = values.astype(np.int64 if values.dtype.kind == "i" else np.uint64).astype(other)
+        return [float(value) * scale + offset for value in values]
 
     marks = [encoding.get(name) for name in ("_FillValue", "missing_value")]
     fill = DEFAULT_FILL.get(stored.str[1:])
