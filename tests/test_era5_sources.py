@@ -536,6 +536,7 @@ PACKED = {"scale_factor": np.float32(0.01), "add_offset": np.float32(273.15)}
         ("i1", -127, {**PACKED, "missing_value": np.int8(99)}, ""),
         ("i2", -32767, {**PACKED, "_FillValue": np.int16(32766)}, ""),
         ("u1", 200, {"_Unsigned": "false", "missing_value": np.uint8(200)}, "no value"),
+        ("f8", -173.8457274, {**PACKED, "add_offset": np.float32(2), "missing_value": -173.8457274}, "no value"),
         ("i8", -5, {"_Unsigned": "true", "missing_value": np.int64(-5)}, "no value"),
     ],
 )

@@ -297,7 +297,8 @@ def _without_missing(read: np.ndarray, variable: xr.Variable, where: str) -> np.
     if marks[0] is None and (marks[1] is None or stored.itemsize > 1):
         missing += unpacked(fill)
     for value in missing:  # the attribute may have more digits than the values, or fewer
-        read = np.where(abs(read - value) <= (step / 2.01 or abs(value) / 2**22), np.nan, read)
+        rounding = step / 2.01 or max(abs(value), abs(offset)) / 2**22
+        read = np.where(abs(read - value) <= rounding, np.nan, read)
     span = unpacked(attrs.get("valid_range"))
     if len(span) != 2:
         span = [(unpacked(attrs.get(name)) or [math.nan])[0] for name in ("valid_min", "valid_max")]
