@@ -519,6 +519,8 @@ PACKED = {"scale_factor": np.float32(0.01), "add_offset": np.float32(273.15)}
         ("i2", -32768, {**PACKED, "valid_range": np.float32([150, 350])}, "150 to 350 (1 "),
         ("i2", 4600, {**PACKED, "valid_max": np.int16(4500)}, "-inf to 318.15 (1 "),
         ("i2", 4500, {**PACKED, "valid_range": np.int16([-300, 4500])}, ""),
+        ("i2", 4600, {"scale_factor": -0.5, "valid_max": np.int16(4500)}, "-2250 to inf (1 "),
+        ("i2", 4600, {"scale_factor": -0.5, "valid_max": np.float32(0)}, ""),
         ("i2", -32768, {**PACKED, "missing_value": np.float32(-54.53)}, "no value"),
         ("i1", -3, {"_Unsigned": "true", "valid_range": np.int8([0, -6])}, "0 to 250 (1 "),
         ("f4", -9999, {"valid_range": np.float64([99.9, 350])}, "99.9 to 350 (1 "),
