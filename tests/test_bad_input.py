@@ -23,7 +23,7 @@ from dlscale.core.files import read_json, write_json
 from dlscale.core.settings import read_settings, read_yaml
 from dlscale.data import source as data_source
 from dlscale.data.manifest import Manifest
-from dlscale.data.store import map_chunks
+from dlscale.data.store import Reader, map_chunks
 from dlscale.extensions.compare.compare import read_rows
 from dlscale.train.weight_files import read_weights
 from tests.conftest import stage
@@ -463,3 +463,26 @@ def test_values_beyond_the_end_of_a_file_are_refused(tmp_path: Path) -> None:
         pytest.raises(UserError, match=r"a.h5: .*'/x' .*beyond the file's end"),
     ):
         map_chunks(file["x"])
+
+
+@pytest.mark.parametrize("stored", ["bfloat16", "12 bits", "f2", "f4", "u1", "i8"])
+def test_types_that_numpy_lacks_are_converted(tmp_path: Path, stored: str) -> None:
+    """HDF5 converts other types, such as bfloat16; their bytes must not be mapped."""
+    is_plain = len(stored) < 3
+    values = np.array([1.5, 2.0, 200.0, 0.25], stored if is_plain else "f4")
+    kind = h5py.h5t.py_create(values.dtype, logical=True).copy()
+    if stored == "bfloat16":
+        kind.set_fields(15, 7, 8, 0, 7)
+        kind.set_size(2)
+    elif stored == "12 bits":
+        kind, values = h5py.h5t.STD_I16LE.copy(), np.int16([1, -2, 300, 4])
+        kind.set_precision(12)
+        kind.set_offset(4)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        made = h5py.h5d.create(file.id, b"x", kind, h5py.h5s.create_simple((4,)))
+        made.write(h5py.h5s.ALL, h5py.h5s.ALL, values)
+        file["y"] = np.zeros(1000)  # more values, so that no value of `x` is beyond the file's end
+    read, out = Reader(tmp_path / "a.h5", "x"), np.empty(4, values.dtype)
+    read.copy((slice(0, 4),), out)
+    np.testing.assert_array_equal(out, values)
+    assert (read.mapped is not None) == is_plain

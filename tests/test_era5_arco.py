@@ -190,9 +190,7 @@ def test_an_account_of_fsspecs_configuration_is_used(
     own: dict[str, Any], anonymous: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`anon` is added only without an account: with `anon`, s3fs would ignore key and secret."""
-    given: dict[str, Any] = {}
     monkeypatch.setitem(fsspec.config.conf, "s3", own)
-    monkeypatch.setattr(zarr, "open_xarray", lambda *_, **options: given.update(options))
-    zarr._opened("s3://bucket/store.zarr", True, "")
-    assert given["storage_options"].pop("anon", False) == anonymous
-    assert given["storage_options"] == {key: value for key, value in own.items() if key != "anon"}
+    given = zarr._storage_options("s3://bucket/store.zarr")
+    assert given.pop("anon", False) == anonymous
+    assert given == {key: value for key, value in own.items() if key != "anon"}

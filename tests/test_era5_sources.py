@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import h5netcdf
 import h5py
 import numpy as np
@@ -44,6 +45,7 @@ FORMATS = ("netcdf4", "packed", "netcdf3", "grib")
 SHORT_NAMES = {"t2m": "2t", "u10": "10u", "z": "z", "t": "t"}
 UNITS = {"t2m": "K", "u10": "m s**-1", "z": "m**2 s**-2", "t": "K"}
 LEVELS = (850, 500, 200)
+HOURS = {"units": "hours since 2020-01-01"}
 
 # These warnings come from the tests' own plain reads.
 pytestmark = pytest.mark.filterwarnings(
@@ -517,6 +519,8 @@ PACKED = {"scale_factor": np.float32(0.01), "add_offset": np.float32(273.15)}
         ("i2", -32768, {**PACKED, "valid_range": np.float32([150, 350])}, "150 to 350 (1 "),
         ("i2", 4600, {**PACKED, "valid_max": np.int16(4500)}, "-inf to 318.15 (1 "),
         ("i2", 4500, {**PACKED, "valid_range": np.int16([-300, 4500])}, ""),
+        ("i2", 4600, {"scale_factor": -0.5, "valid_max": np.int16(4500)}, "-2250 to inf (1 "),
+        ("i2", 4600, {"scale_factor": -0.5, "valid_max": np.float32(0)}, ""),
         ("i2", -32768, {**PACKED, "missing_value": np.float32(-54.53)}, "no value"),
         ("i1", -3, {"_Unsigned": "true", "valid_range": np.int8([0, -6])}, "0 to 250 (1 "),
         ("f4", -9999, {"valid_range": np.float64([99.9, 350])}, "99.9 to 350 (1 "),
@@ -530,6 +534,12 @@ PACKED = {"scale_factor": np.float32(0.01), "add_offset": np.float32(273.15)}
         ("u1", 255, PACKED, "no value"),
         ("i8", -9223372036854775806, PACKED, "no value"),
         ("u8", 18446744073709551614, PACKED, "no value"),
+        ("i2", -32767, {**PACKED, "missing_value": np.int16(32766)}, "no value"),
+        ("i1", -127, {**PACKED, "missing_value": np.int8(99)}, ""),
+        ("i2", -32767, {**PACKED, "_FillValue": np.int16(32766)}, ""),
+        ("u1", 200, {"_Unsigned": "false", "missing_value": np.uint8(200)}, "no value"),
+        ("f8", -173.8457274, {**PACKED, "add_offset": np.float32(2), "missing_value": -173.8457274}, "no value"),
+        ("i8", -5, {"_Unsigned": "true", "missing_value": np.int64(-5)}, "no value"),
     ],
 )
 def test_values_outside_the_valid_range_are_refused(
@@ -552,6 +562,32 @@ def test_values_outside_the_valid_range_are_refused(
         else:
             with pytest.raises(UserError, match=rf"a.nc: 't2m': .* outside the valid range, {re.escape(bounds)}"):
                 read()
+
+
+@pytest.mark.parametrize(
+    ("values", "packing", "expected"),
+    [
+        (np.float32([280.25, 281.75]), {"scale_factor": np.int16(1)}, [280.25, 281.75]),
+        (np.int16([20_000, 5]), {"scale_factor": np.int16(10)}, [200_000.0, 50.0]),
+        (np.int16([20_000, 5]), {"scale_factor": np.int16([10]), "_FillValue": np.int16(5)}, [200_000.0, math.nan]),
+        (np.int16([100, 5]), {"scale_factor": np.float32(0.5), "add_offset": np.int32(273)}, [323.0, 275.5]),
+    ],
+)
+@pytest.mark.parametrize("form", ["netcdf4", "netcdf3"])
+def test_an_integer_scale_factor_keeps_decimals(
+    tmp_path: Path, values: np.ndarray, packing: dict[str, Any], expected: list[float], form: str
+) -> None:
+    """xarray alone decodes to the type of `scale_factor`: 280.25 would become 280, and 200000 would become 3392."""
+    axes = {"time": ("time", [0.0, 6.0], HOURS), "latitude": [50.0, 49.0], "longitude": [0.0]}
+    stored = np.stack([values, values])[..., None]
+    states = xr.Dataset({"t2m": (("time", "latitude", "longitude"), stored, packing)}, axes)
+    kinds: dict[str, Any] = {"netcdf4": {"engine": "h5netcdf"}, "netcdf3": {"engine": "scipy"}}
+    states.to_netcdf(
+        tmp_path / "a.nc", **kinds[form], encoding={} if "_FillValue" in packing else {"t2m": {"_FillValue": None}}
+    )
+    with contextlib.ExitStack() as stack:
+        (variable,), _ = open_variables(tmp_path / "a.nc", {"t2m"}, stack)
+        np.testing.assert_array_equal(variable.load(np.arange(1), [0], slice(0, 2), slice(0, 1)).ravel(), expected)
 
 
 @pytest.mark.slow
@@ -670,6 +706,21 @@ def test_an_unwritten_chunk_of_a_zarr_store_is_refused(
     np.testing.assert_array_equal(xr.open_dataset(tmp_path / "out.nc", engine="h5netcdf").t2m, states.t2m)
 
 
+@pytest.mark.parametrize("version", [2, 3])
+def test_old_consolidated_metadata_of_a_folder_are_ignored(tmp_path: Path, version: Any) -> None:
+    """Attributes that were corrected later are used, although the consolidated metadata are older."""
+    packing = {"dtype": "i2", "scale_factor": 0.01, "add_offset": 280.0, "_FillValue": -32767}
+    states = atmosphere(names=("t2m",))
+    states.to_zarr(tmp_path / "store", zarr_format=version, consolidated=True, encoding={"t2m": packing})
+    path = tmp_path / "store/t2m" / (".zattrs" if version == 2 else "zarr.json")
+    about = json.loads(path.read_text())
+    about.get("attributes", about)["add_offset"] = 290.0
+    path.write_text(json.dumps(about))
+    acquire(settings(["t2m"]), days("2020-02-27", "2020-02-28", tmp_path / "store"), tmp_path / "out.nc")
+    read = xr.open_dataset(tmp_path / "out.nc", engine="h5netcdf").t2m
+    np.testing.assert_allclose(read, states.t2m[:8] + 10.0, atol=0.006)
+
+
 def test_acquisition_has_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(era5_zarr, "MEMORY", 4_000_000)
     states = atmosphere(hours=600, step=1, names=("t2m", "u10"), height=80, width=120)
@@ -755,6 +806,31 @@ def test_over_http(tmp_path: Path, server: str, monkeypatch: pytest.MonkeyPatch)
     assert not (tmp_path / "out.nc").exists()
 
 
+@pytest.mark.parametrize("fill", [0.0, "NaN"])
+def test_a_missing_chunk_of_a_remote_store_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fill: float | str
+) -> None:
+    """A missing chunk would be read as 0 K; the chunks of other variables may be missing."""
+    monkeypatch.setattr(era5_zarr, "_LONGEST_WAIT_S", 0.01)
+    atmosphere(names=("t2m", "u10")).to_zarr(tmp_path / "lacking", zarr_format=3, consolidated=True)
+    for path in (tmp_path / "lacking/zarr.json", tmp_path / "lacking/t2m/zarr.json"):
+        about = json.loads(path.read_text())
+        consolidated = about.get("consolidated_metadata", {"metadata": {"t2m": about}})["metadata"]
+        consolidated["t2m"]["fill_value"] = fill
+        path.write_text(json.dumps(about))
+    memory = fsspec.filesystem("memory")
+    store = f"/{tmp_path.name}"  # the memory keeps the stores of all tests
+    memory.put(str(tmp_path / "lacking"), store, recursive=True)
+    raw = days("2020-02-27", "2020-03-01", f"memory:/{store}")
+    memory.rm(f"{store}/u10/c", recursive=True)
+    acquire(settings(["t2m"]), raw, tmp_path / "out.nc")
+    memory.rm(f"{store}/t2m/c", recursive=True)
+    expected = f"{store}: 't2m': the chunk t2m/c/0/0/0 is missing, and would be read as 0" if fill == 0 else "no value"
+    with pytest.raises(UserError, match=expected):
+        acquire(settings(["t2m"]), raw, tmp_path / "again.nc")
+    assert not (tmp_path / "again.nc").exists()
+
+
 def test_a_login_reaches_a_store_and_no_message(tmp_path: Path, server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, shown = f"{server.replace('//', '//me:pa55@')}/served", f"{server}/served"
     monkeypatch.setenv(urls.VARIABLE, json.dumps({shown: whole}))
@@ -805,12 +881,16 @@ def test_wrapped_longitudes_and_expver_have_their_own_remedy() -> None:
         ("level", "m", LEVELS, ""),
         ("latitude", "degrees_north", LEVELS, "z@500"),
         ("latitude", "radian", LEVELS, ""),
+        ("latitude", "degrees_south", LEVELS, ""),
+        ("longitude", "degrees_west", LEVELS, ""),
+        ("longitude", "degreesW", LEVELS, ""),
+        ("longitude", "degree_E", LEVELS, "z@500"),
     ],
 )
 def test_units_of_axes_are_applied_or_refused(
     tmp_path: Path, axis: str, units: str, levels: tuple[int, ...], channel: str
 ) -> None:
-    """Levels in Pa, hPa or millibars are read; levels in other units, and latitudes in radians, are refused."""
+    """Levels in Pa, hPa or millibars are read; other levels, radians, and degrees south or west are refused."""
     states = atmosphere(names=("z",)).assign_coords(level=("level", np.float64(levels)))
     states[axis].attrs["units"] = units
     states.to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
@@ -861,6 +941,37 @@ def test_time_zones_are_applied_or_refused(start: str, first: str) -> None:
     else:
         with pytest.raises(UserError, match=r"times cannot be read .*00:00:00 \+01:00"):
             era5_source._decoded_times(clock, "f")
+
+
+@pytest.mark.parametrize(("mark", "is_number"), [("-999", True), ("-99.9f", True), ("none", False)])
+def test_a_missing_value_that_is_a_text_is_refused(tmp_path: Path, mark: str, is_number: bool) -> None:
+    """xarray ignores a text in `missing_value`, so missing values would count as data."""
+    states = atmosphere(names=("t2m",))
+    states.t2m[2, 3, 4] = -999.0
+    states.t2m.encoding["_FillValue"] = None
+    states.t2m.attrs["missing_value"] = mark
+    states.to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
+    if is_number:
+        assert f"'t2m' has the text '{mark}' as its attribute missing_value" in refused(tmp_path / "a.nc")
+    else:
+        assert fields(open_source(settings(["t2m"]), part(), [tmp_path / "a.nc"])).min() == -999.0
+
+
+@pytest.mark.parametrize(
+    ("temperature", "moisture", "wrong"),
+    [("K", "kg kg**-1", ""), ("kelvin", "1", ""), ("degC", "kg kg-1", "'t' is in 'degC'"), ("K", "g/kg", "'q' is in")],
+)
+def test_relative_humidity_needs_known_units(temperature: str, moisture: str, wrong: str) -> None:
+    """The formula takes K and kg/kg; other units would give relative humidities of thousands of per cent."""
+    states = atmosphere(names=("t",))
+    states = states.assign(q=0.0 * states.t + 5e-3)
+    states.t.attrs["units"], states.q.attrs["units"] = temperature, moisture
+    variables, names = gridded(states.assign_coords(time=("time", 6 * np.arange(16), HOURS)), "f", {"t", "q", "r"})
+    with pytest.raises(UserError, match=f"f: {wrong}.*; expected [Kk]") if wrong else contextlib.nullcontext():
+        source = Era5Source(settings(["r@500"]), variables, names, None, "f")
+        kelvin = states.t.sel(level=500).values[0].astype(float)
+        expected = era5_source.relative_humidity(kelvin, np.full_like(kelvin, 5e-3), 50000.0)
+        np.testing.assert_allclose(source.read(0, 1)["fields"][0, 0], expected, rtol=1e-5)
 
 
 def test_messages_of_different_units_in_one_grib_file_are_refused(tmp_path: Path) -> None:

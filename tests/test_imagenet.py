@@ -242,6 +242,18 @@ def test_deep_grey_is_refused(tmp_path: Path, folders: dict[str, str], numbers: 
         _acquire(tmp_path / "data", settings(folders, form=form))
 
 
+@pytest.mark.parametrize("form", ["encoded", "decoded"])
+def test_a_png_with_a_wrong_checksum_is_refused(tmp_path: Path, folders: dict[str, str], form: str) -> None:
+    """A PNG whose pixels changed, for example on a failing disk, is refused; Pillow decodes other pixels silently."""
+    path = tmp_path / "train/ape/+.png"
+    Image.fromarray(np.arange(40 * 50 * 3, dtype=np.uint8).reshape(40, 50, 3)).save(path)
+    content = bytearray(path.read_bytes())
+    content[content.index(b"IDAT") + 20] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"ape/\+.png: not a readable image \(broken PNG file"):
+        _acquire(tmp_path / "data", settings(folders, form=form))
+
+
 def _acquire(folder: Path, settings: dict[str, Any]) -> None:
     """Make the first training pack of a dataset."""
     config, out = folder / "config.yaml", folder / "source/train-0000.h5"

@@ -190,6 +190,22 @@ def test_files_with_other_time_steps_are_refused(tmp_path: Path, times: np.ndarr
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("units", "is_read"),
+    [("hours since 1970-01-01 00:00:00", True), (b"hours", True), ("hours since 1900-01-01", False), ("days", False)],
+)
+def test_times_in_other_units_are_refused(tmp_path: Path, units: str | bytes, is_read: bool) -> None:
+    """Times since 1900, as in ERA5's NetCDF files, would shift the clock by 70 years."""
+    raw = write_years(tmp_path / "raw", TIMES, 3)
+    with h5py.File(raw / "valid" / "2003.h5", "a") as file:
+        file["time"] = 290_000 + SIX
+        file["time"].attrs["units"] = units
+    refused = pytest.raises(UserError, match=f"2003.h5: time: the unit is '{units!s}'; expected 'hours since 1970")
+    with contextlib.nullcontext() if is_read else refused:
+        describe_prepared(Era5Dataset.model_validate(era5(raw)), [], tmp_path)
+
+
+@pytest.mark.slow
 def test_a_preprocessed_folder_is_read_as_prepared_data(tmp_path: Path, era5_data: Path) -> None:
     """A folder that dlscale wrote is also valid as `prepared` data: names, units and, up to rounding, samples agree."""
     again = make_dataset(tmp_path / "again", era5(era5_data))

@@ -171,7 +171,7 @@ def check_values(values: h5py.Dataset) -> None:
     Raises
     ------
     UserError
-        A filter is missing, values are packed (`scale_factor`, `add_offset`) or marked as missing (a finite
+        A filter is missing, values are packed (`scale_factor`, `add_offset`) or marked as missing (a finite number in
         `_FillValue` or `missing_value`, or a valid range), or a part was never written.
     """
     check_filters(values)
@@ -188,7 +188,7 @@ def check_values(values: h5py.Dataset) -> None:
             str(each)
             for each in np.ravel(values.attrs.get(name, math.nan))
             if (isinstance(each, np.number) and np.isfinite(each) and each != plain.get(name))
-            or (isinstance(each, str | bytes) and name in plain)
+            or (isinstance(each, str | bytes) and (name in plain or re.search(r"\d", str(each))))
         ]
         if given:
             raise UserError(
@@ -386,13 +386,15 @@ def map_chunks(dataset: h5py.Dataset) -> dict[tuple[int, ...], np.ndarray]:
     """Map a dataset's file, and return first cell → values of each chunk, axes as stored.
 
     Contiguous data count as one chunk. The result is empty if the dataset is empty, if the file has a user block, or
-    if values are compressed, in a foreign byte order, not aligned, in another file, in memory, or partly not written.
+    if values are compressed, of another type or byte order than in NumPy, not aligned, in another file, in memory, or
+    partly not written.
     """
     with reading(dataset.file.filename):
         plan = dataset.id.get_create_plist()
         foreign = (
             dataset.file.driver == "core"
-            or not dataset.dtype.isnative
+            # Files may have types that NumPy lacks, such as bfloat16 or integers of 12 bits.
+            or dataset.id.get_type() != h5py.h5t.py_create(dataset.dtype.newbyteorder("="))
             or plan.get_nfilters()
             or plan.get_external_count()
             or dataset.is_virtual

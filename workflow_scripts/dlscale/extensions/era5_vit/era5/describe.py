@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 
 from dlscale.config.dataset import SPLITS
@@ -16,6 +18,9 @@ from dlscale.data.describe import new_manifest
 from dlscale.data.manifest import FieldInfo, File, Manifest
 from dlscale.extensions.era5_vit.era5.extra import Extra
 from dlscale.extensions.era5_vit.era5.kind import Era5Dataset, Era5Prepared, Era5Simulated
+
+#: Unit of times in prepared files.
+HOURS = re.compile(r"h(ours?|rs?)?( since 1970-0?1-0?1[T ]?[0:.]*( ?(Z|UTC|[+-]00:?00))?)?", re.IGNORECASE)
 
 #: Units of the published channels by name, in the order of FourCastNet (Pathak et al. 2022, arXiv:2202.11214;
 #: `parallel_copy_small_set.py` in FourCastNet's code). The tutorials' name of u10 is u10m; the t2m in their figure is
@@ -66,7 +71,7 @@ def describe_prepared(dataset: Era5Dataset, sources: list[Path], folder: Path) -
                 names = {key: np.atleast_1d(fields.attrs.get(key, [])) for key in ("channels", "units")}
                 said = {k: [n.decode() if isinstance(n, bytes) else str(n) for n in its] for k, its in names.items()}
                 axes = {axis: file[axis][()].tolist() for axis in ("latitude", "longitude") if axis in file}
-                times = store.dataset(file, "time")[()] if "time" in file else None
+                times = _hours(store.dataset(file, "time")) if "time" in file else None
             splits[split].append(File.of(path, folder, shape[0]))
             hours.append((path, splits[split][-1], _published_times(path, shape[0], step) if times is None else times))
     for split in ("train", "valid"):
@@ -118,6 +123,18 @@ def describe_prepared(dataset: Era5Dataset, sources: list[Path], folder: Path) -
     )
     manifest = new_manifest(dataset, {"fields": info}, splits, folder)
     return manifest.model_copy(update={"extra": _timed(extra, hours).model_dump()})
+
+
+def _hours(times: h5py.Dataset) -> np.ndarray:
+    """Return times as hours since 1970; raise `UserError` for other units."""
+    units = times.attrs.get("units", "hours since 1970-01-01")
+    text = units.decode(errors="replace") if isinstance(units, bytes) else str(units)
+    if not HOURS.fullmatch(text.strip()):
+        raise UserError(
+            f"{times.file.filename}: time: the unit is '{text}'; expected 'hours since 1970-01-01'. Convert the times"
+        )
+    hours: np.ndarray = times[()]
+    return hours
 
 
 def _means(path: Path, channels: int, grid: tuple[int, int] = (1, 1)) -> np.ndarray:

@@ -63,6 +63,8 @@ PRESSURES = {
     **dict.fromkeys(("hpa", "hectopascal", "hectopascals", "mb", "mbar", "millibar", "millibars", ""), 1.0),
     **dict.fromkeys(("pa", "pascal", "pascals"), 0.01),
 }
+#: Units of latitudes and longitudes, lower case: degrees, but not degrees south or west.
+ANGLE = re.compile(r"(?!.*(south|west|[ _.°][sw]$|ees?w$))((deg|°).*)?")
 #: Coordinates of a forecast's lead time.
 LEADS = {"step", "forecast_period", "prediction_timedelta", "lead_time", "leadtime"}
 #: GRIB flags of unsupported orders of points: from east to west, along columns, every second line backwards.
@@ -70,6 +72,9 @@ SCANNING = ("iScansNegatively", "jPointsAreConsecutive", "alternativeRowScanning
 #: Limit of the CPU time for reading a GRIB file's headers with ecCodes: seconds, plus file size / bytes per second.
 GRIB_SECONDS, GRIB_BYTES_PER_SECOND = 10.0, 100_000
 GRID = "expected a regular grid: an axis of latitudes, an axis of longitudes; interpolate, e.g. with `cdo remapbil`"
+
+#: Units of temperature and specific humidity, lower case, from which relative humidity is computed.
+TEMPERATURES, FRACTIONS = ("K", "k", "kelvin", "kelvins", "degk", ""), ("kg kg-1", "kg/kg", "1", "")
 
 #: Ratio of the molar masses of water vapour and dry air, from the gas constants of the IFS (J/kg/K).
 _EPSILON = 287.0597 / 461.5250
@@ -164,10 +169,17 @@ def _check_written(values: Any) -> None:
 
 
 def open_xarray(place: str | Path, engine: str, **options: Any) -> xr.Dataset:
-    """Open a file or store without reading values or decoding times."""
+    """Open a file or store without reading values or decoding times.
+
+    xarray would decode to the type of an integer `scale_factor`, which drops decimals or overflows.
+    """
     import xarray as xr
 
-    return xr.open_dataset(place, engine=engine, decode_times=False, cache=False, **options)
+    stored = xr.open_dataset(place, engine=engine, decode_cf=False, cache=False, **options)
+    for variable in stored.variables.values():
+        whole = [name for name in PACKING if np.asarray(variable.attrs.get(name, 1.0)).dtype.kind in "iu"]
+        variable.attrs.update({name: np.float64(variable.attrs[name]) for name in whole})
+    return xr.decode_cf(stored, decode_times=False)
 
 
 def gridded(dataset: xr.Dataset, origin: str, wanted: Collection[str]) -> tuple[list[Variable], list[str]]:
@@ -207,11 +219,11 @@ def _gridded(array: xr.DataArray, origin: str) -> Variable:
         said = axes["level"].attrs
         standard, long = str(said.get("standard_name", "air_pressure")), str(said.get("long_name", "pressure"))
         factor = factor if standard == "air_pressure" and re.search("pressure|^level$", long.lower()) else None
-    is_angle = all(units[kind].startswith(("deg", "°")) or not units[kind] for kind in ("latitude", "longitude"))
+    is_angle = all(ANGLE.fullmatch(units[kind]) for kind in ("latitude", "longitude"))
     if factor is None or not is_angle:
         raise UserError(
             f"{origin}: '{name}' has axes with the units {units}; expected pressure levels in hPa or Pa, latitudes and "
-            "longitudes in degrees. Convert or interpolate the axes, or correct their attributes `units`"
+            "longitudes in degrees north and east. Convert or interpolate the axes, or correct their attributes `units`"
         )
     latitude, longitude, south_first = _regular(
         axes["latitude"].values, axes["longitude"].values, f"{origin}: '{name}'"
@@ -225,6 +237,12 @@ def _gridded(array: xr.DataArray, origin: str) -> Variable:
     values = array.variable
     if (sign := {**values.attrs, **values.encoding}.get("_Unsigned", "true")) not in ("true", "false"):
         raise UserError(f"{origin}: '{name}' has the attribute _Unsigned ({sign}); expected true or false")
+    for mark in ("_FillValue", "missing_value"):
+        if isinstance(text := values.encoding.get(mark), str) and re.search(r"\d", text):
+            raise UserError(
+                f"{origin}: '{name}' has the text '{text}' as its attribute {mark}; expected a number. Store the "
+                f"number, e.g. with `ncatted -a {mark},{name},o,f,NUMBER FILE`"
+            )
 
     def load(times: np.ndarray, levels: list[int], rows: slice, columns: slice) -> np.ndarray:
         asked = {"time": _compact(times), "level": _compact(levels), "latitude": rows, "longitude": columns}
@@ -267,20 +285,29 @@ def _without_missing(read: np.ndarray, variable: xr.Variable, where: str) -> np.
         values = np.ravel([] if given is None else given)
         if values.dtype.kind not in "iuf" or (is_packed and values.dtype.kind == "f"):
             return [float(value) for value in values if values.dtype.kind == "f"]
-        wrap = 256**stored.itemsize if str(encoding.get("_Unsigned")).lower() == "true" else 0
-        return [float(value + wrap * (value < 0)) * scale + offset for value in values.astype(np.float64)]
+        if "_Unsigned" in encoding:  # marks have the stored type, but values have the other sign
+            other = f"{'u' if encoding['_Unsigned'] == 'true' else 'i'}{stored.itemsize}"
+            values = values.astype(np.int64 if values.dtype.kind == "i" else np.uint64).astype(other)
+        return [float(value) * scale + offset for value in values]
 
     marks = [encoding.get(name) for name in ("_FillValue", "missing_value")]
     fill = DEFAULT_FILL.get(stored.str[1:])
-    missing = unpacked(fill) if marks == [None, None] else [each for given in marks for each in unpacked(given)]
+    missing = [each for given in marks for each in unpacked(given)]
+    # The library fills integers whether or not the file has `missing_value`, but all values of a byte may be data.
+    if marks[0] is None and (marks[1] is None or stored.itemsize > 1):
+        missing += unpacked(fill)
     for value in missing:  # the attribute may have more digits than the values, or fewer
-        read = np.where(abs(read - value) <= (step / 2.01 or abs(value) / 2**22), np.nan, read)
+        rounding = step / 2.01 or max(abs(value), abs(offset)) / 2**22
+        read = np.where(abs(read - value) <= rounding, np.nan, read)
     span = unpacked(attrs.get("valid_range"))
     if len(span) != 2:
         span = [(unpacked(attrs.get(name)) or [math.nan])[0] for name in ("valid_min", "valid_max")]
     if np.isnan(span).all():
         return read
-    low, high = span[::-1] if scale < 0 and span[0] > span[1] else span
+    # Packed limits were multiplied by `scale`; a single limit shows this by its type.
+    in_stored_units = any(np.asarray(attrs.get(name, 0.0)).dtype.kind in "iu" for name in ("valid_min", "valid_max"))
+    is_swapped = scale < 0 and (span[0] > span[1] or (in_stored_units and bool(np.isnan(span).any())))
+    low, high = span[::-1] if is_swapped else span
     low, high = -math.inf if math.isnan(low) else low, math.inf if math.isnan(high) else high
     if not step:  # the file's limits may have more digits than its values
         low, high = (float(read.dtype.type(end)) for end in (low, high))
@@ -464,12 +491,24 @@ def with_humidity(variables: list[Variable], wanted: Collection[str]) -> list[Va
     by_name = {name: [v for v in variables if base(v.channels[0]) == name] for name in "rtq"}
     if by_name["r"] or not any(base(channel) == "r" for channel in wanted):
         return variables
-    pairs = [(t, q) for t in by_name["t"] for q in by_name["q"] if t.origin == q.origin]
-    return [*variables, *(_humidity(t, q) for t, q in pairs if np.array_equal(t.times, q.times))]
+    same = ("times", "latitude", "longitude")
+    pairs = [
+        (t, q)
+        for t in by_name["t"]
+        for q in by_name["q"]
+        if t.origin == q.origin and all(np.array_equal(getattr(t, axis), getattr(q, axis)) for axis in same)
+    ]
+    return [*variables, *(_humidity(t, q) for t, q in pairs)]
 
 
 def _humidity(t: Variable, q: Variable) -> Variable:
     """Describe relative humidity on the levels that both variables have; its values are computed during reading."""
+    for variable, units in ((t, TEMPERATURES), (q, FRACTIONS)):
+        if variable.units.lower().replace("**", "").replace("^", "") not in units:
+            raise UserError(
+                f"{variable.origin}: '{base(variable.channels[0])}' is in '{variable.units}'; expected {units[0]}, to "
+                "compute the relative humidity. Convert the unit, or add the relative humidity `r` to the files"
+            )
     places = [[channel.partition("@")[2] for channel in variable.channels] for variable in (t, q)]
     levels = [level for level in places[1] if level and level in places[0]]
 

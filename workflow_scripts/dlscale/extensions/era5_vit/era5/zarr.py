@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -49,7 +49,7 @@ def acquire(dataset: Era5Dataset, raw: RawFile, out: Path, progress: Callable[[i
         retry=tenacity.retry_if_exception_type(UserError),
         reraise=True,
     )
-    with contextlib.closing(_opened(raw.origin, remote, advice)) as store:
+    with contextlib.closing(_opened(raw.origin, remote, advice, wanted_names(dataset))) as store:
         variables, names = gridded(store, raw.origin, wanted_names(dataset))
         if not remote:
             with reading(raw.origin, advice):
@@ -71,20 +71,25 @@ def acquire(dataset: Era5Dataset, raw: RawFile, out: Path, progress: Callable[[i
                     progress(stop, field.rows)
 
 
-def _opened(origin: str, remote: bool, advice: str) -> xr.Dataset:
-    """Open a store lazily."""
-    options: dict[str, Any] = {}
-    if remote:
-        import fsspec.config
+def _opened(origin: str, remote: bool, advice: str, wanted: Collection[str]) -> xr.Dataset:
+    """Open a store lazily. In a remote store, reading a missing chunk of a `wanted` variable raises an error.
 
-        scheme = urlsplit(origin).scheme
-        own = fsspec.config.conf.get(scheme, {})
-        public = {} if own.keys() & {"key", "secret", "profile"} else _PUBLIC.get(scheme, {})
-        options = {"storage_options": {**public, **own}}
+    In a folder, consolidated metadata are ignored, because they may be older than the arrays.
+    """
+    import zarr
+
     try:
         with warnings.catch_warnings():  # for example a warning that metadata are not consolidated
             warnings.simplefilter("ignore")
-            return open_xarray(urls.full_url(origin) if remote else origin, "zarr", chunks=None, **options)
+            if not remote:
+                return open_xarray(origin, "zarr", chunks=None, consolidated=False)
+            group = zarr.open_group(urls.full_url(origin), mode="r", storage_options=_storage_options(origin))
+            checked = _complete_store(group.store, fills := dict[str, float](), origin)
+            dataset = open_xarray(checked, "zarr", chunks=None)
+            for name in dataset.data_vars:
+                if base(str(name)) in wanted and (fill := _plain_fill(group[str(name)], dataset[name])) is not None:
+                    fills[str(name)] = fill
+            return dataset
     except Exception as error:  # for example, a package for such addresses is missing
         text = urls.hidden_in(" ".join(str(error).split()))[:200] or type(error).__name__
         raise UserError(
@@ -93,22 +98,56 @@ def _opened(origin: str, remote: bool, advice: str) -> xr.Dataset:
         ) from error
 
 
+def _storage_options(origin: str) -> dict[str, Any]:
+    """Return fsspec's options for an address: without an account if the address is public and none is configured."""
+    import fsspec.config
+
+    scheme = urlsplit(origin).scheme
+    own = fsspec.config.conf.get(scheme, {})
+    public = {} if own.keys() & {"key", "secret", "profile"} else _PUBLIC.get(scheme, {})
+    return {**public, **own}
+
+
+def _complete_store(store: Any, fills: Mapping[str, float], origin: str) -> Any:
+    """Wrap a Zarr store, to raise an error for a missing chunk of an array in `fills` (name → fill value)."""
+    from zarr.storage import WrapperStore
+
+    class CompleteStore(WrapperStore[Any]):
+        async def get(self, key: str, *arguments: Any, **options: Any) -> Any:
+            found, name = await self._store.get(key, *arguments, **options), key.partition("/")[0]
+            if found is None and name in fills and key[-1].isdecimal():  # names of metadata end with a letter
+                raise UserError(
+                    f"{origin}: '{name}': the chunk {key} is missing, and would be read as {fills[name]:g}. Exclude "
+                    "its times with `split`, or copy the store and write the chunk"
+                )
+            return found
+
+    return CompleteStore(store)
+
+
+def _plain_fill(array: Any, variable: xr.DataArray) -> float | None:
+    """Return the value of an array's missing chunks if it does not mark missing values, else None.
+
+    In Zarr 3 the fill value is 0 by default, and marks missing values only if it equals `_FillValue`.
+    """
+    fill = array.fill_value or 0
+    return fill if np.isfinite(fill) and fill != variable.encoding.get("_FillValue") else None
+
+
 def _check_chunks(folder: str, variables: Sequence[xr.DataArray]) -> None:
     """Refuse arrays with a chunk that was never written and would be read as a number.
 
-    In Zarr 3 the fill value is 0 by default, and marks missing values only if it equals `_FillValue`. Only folders are
-    checked, because listing the chunks of a remote store takes too long.
+    Only folders are checked, because listing the chunks of a remote store takes too long.
     """
     import zarr
 
-    group = zarr.open_group(folder, mode="r")
+    group = zarr.open_group(folder, mode="r", use_consolidated=False)
     for variable in variables:
         array: Any = group[str(variable.name)]
         if not isinstance(array.metadata.attributes, Mapping):  # xarray takes an empty list for no attributes
             raise TypeError(f"{variable.name}: its attributes are not a mapping")
-        fill = array.fill_value or 0
-        lacks = _count_missing(array, Path(folder, array.path))
-        if lacks and np.isfinite(fill) and fill != variable.encoding.get("_FillValue"):
+        fill = _plain_fill(array, variable)
+        if fill is not None and (lacks := _count_missing(array, Path(folder, array.path))):
             raise UserError(
                 f"{folder}: '{variable.name}': {lacks} of {array.nchunks} chunks were never written, and would be read "
                 f"as {fill:g}. Write the array again, with one writer per shard. If these chunks contain only this "

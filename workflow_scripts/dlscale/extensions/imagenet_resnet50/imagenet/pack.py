@@ -167,6 +167,8 @@ def write_pack(
 def _stored(file: bytes, form: str) -> tuple[bytes, tuple[int, int]]:
     """Return the bytes to store, and height and width, of an image; raise an error if the image cannot be decoded."""
     with open_image(io.BytesIO(file)) as image:
+        image.verify()  # compares the checksums of a PNG, which decoding ignores; afterwards the image is unusable
+    with open_image(io.BytesIO(file)) as image:
         width, height = image.size
         if image.mode.startswith(("I", "F")):  # Pillow's modes of more than 8 bits
             raise ValueError(
