@@ -145,5 +145,5 @@ def archives(options: Options) -> list[Row]:
         form = name.removeprefix("direct, ") if name not in names.values() else "archive"
         counted = {"stored bytes/sample": 2 * stored[form] / times, "CPU s/sample": statistics.median(used[name])}
         target = TARGET if form == "fp16" else None
-        rows.append(Row(f"ERA5 pairs, {name}", "samples/s", rates, fastest, best, counted, target))
+        rows.append(Row(f"ERA5 archive, {name}", "samples/s", rates, fastest, best, counted, target))
     return rows

@@ -271,7 +271,7 @@ class Site(Lawful):
         description="Timeouts after which a run ends because one of its processes is gone or hangs. null: there is no "
         "watchdog, and the run waits without a limit.",
     )
-    log_seconds: Annotated[Seconds, Field(ge=0.1, le=300)] = Field(
+    log_seconds: Annotated[Seconds, Field(ge=0.1, le=60)] = Field(
         10.0, description="Time between two lines of progress in logs and `dlscale status`, seconds."
     )
     gpu: bool | None = Field(
