@@ -311,7 +311,8 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
     if args.json:
         print(json.dumps([_json(row) for row in rows], indent=2))
     else:
-        text = [*head(measured), "", *lines(rows), "", *words(measured, rows, args)]
+        band = "90 % band" if measured.fit.points else "range (guess)"
+        text = [*head(measured), "", *lines(rows, band), "", *words(measured, rows, args)]
         print("\n".join([*text, *(f"Left out: {each}" for each in left_out)]))
     return 0
 
@@ -408,8 +409,8 @@ def head(measured: MeasuredRuns) -> list[str]:
     ]
 
 
-def lines(rows: Sequence[Row]) -> list[str]:
-    """Return the rows as lines of an aligned table."""
+def lines(rows: Sequence[Row], band: str = "90 % band") -> list[str]:
+    """Return the rows as lines of an aligned table; `band` is the heading of the samples/s that are likely."""
     cells = [
         {
             "devices": f"{row.job.devices:,}",
@@ -417,7 +418,7 @@ def lines(rows: Sequence[Row]) -> list[str]:
             "dp x cp x tp": f"{row.job.dp} x {row.job.cp} x {row.job.tp}",
             "batch": f"{row.job.samples:,.0f}",
             "samples/s": number(row.rate.value),
-            "90 % band": f"{number(row.rate.low)} to {number(row.rate.high)}",
+            band: f"{number(row.rate.low)} to {number(row.rate.high)}",
             "measured": number(row.measured),
             "efficiency": percent(row.efficiency),
             "memory": size(row.memory),
