@@ -260,8 +260,8 @@ DEFECTS: dict[str, Mutation | str] = {
     "checkpoints are written in place": Mutation(
         "checkpoint_in_place",
         "core/files.py",
-        '    temporary = path.with_name(f"{stem}.{owner}.part{path.suffix}")\n',
-        "    temporary = path\n",
+        "        yield temporary\n",
+        "        temporary = path\n        yield temporary\n",
         "test_training.py::test_a_checkpoint_is_written_atomically",
     ),
     "checkpoints lack the random state": "random_state_not_restored",
