@@ -79,8 +79,8 @@ def waiting(evidence: Evidence) -> Finding | None:
             "slow storage",
             f"{why} and keeps only {number(busy, 2)} of {usage.cores} cores busy{read}. The program waits for files, "
             "or it sleeps.",
-            "Copy the data to faster storage (the node's own disk, or memory)."
-            + f" {more}, so that more files are read at the same time." * bool(more),
+            "Copy the data to faster storage (the node's own disk, or memory). Use more workers (num_workers of the "
+            "DataLoader), so that more files are read at the same time: workers that wait need no cores.",
             program.waiting,
         )
     idle = ""
