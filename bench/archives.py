@@ -46,7 +46,7 @@ TARGET = 3.0
 
 
 def state(time: int) -> NDArray[np.float32]:
-    """Return smooth fields, float32 [channel, row, column], whose values have 16 bits, as GRIB packs them."""
+    """Return smooth fields, float32 [channel, row, column]; the values have 16 bits, as in GRIB files."""
     coarse = torch.randn(1, CHANNELS_ERA5, ROWS // 16, COLUMNS // 16, generator=torch.Generator().manual_seed(time))
     fine = F.interpolate(coarse, (ROWS, COLUMNS), mode="bicubic")[0].numpy()
     low, high = (extreme(fine, axis=(1, 2), keepdims=True) for extreme in (np.min, np.max))
@@ -59,7 +59,7 @@ def _row(array: object, time: int) -> NDArray[Any]:
 
 
 class Archive(published.Pairs):
-    """Pairs of consecutive states of a Zarr archive, standardised in place as the tutorial does."""
+    """Pairs of consecutive states of a Zarr archive, standardised in place as in the tutorial."""
 
     def _state(self, time: int) -> torch.Tensor:
         group = zarr.open_group(self.path, mode="r")

@@ -365,7 +365,8 @@ def _forwarding(process: KeptProgram) -> Iterator[list[int]]:
 
     Kill the program if it still runs `GRACE` seconds after SIGTERM.
     """
-    passed, killer = list[int](), threading.Timer(GRACE, process.signal, (signal.SIGKILL,))
+    passed = list[int]()
+    killer = threading.Timer(GRACE, process.signal, (signal.SIGKILL,))
     killer.daemon = True
 
     def forward(number: int, frame: FrameType | None) -> None:

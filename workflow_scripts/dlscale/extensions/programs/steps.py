@@ -637,12 +637,14 @@ def pace_of_rates(
 
     The rates are samples/s, or steps/s if `steps`. If there are more than three rates, the first rate is warm-up.
     """
-    times, skipped = [begin, *(when for when, _ in printed)], 1 if len(printed) > 3 else 0
+    times = [begin, *(when for when, _ in printed)]
+    skipped = 1 if len(printed) > 3 else 0
     spans = list(itertools.pairwise(times))
     kept = [place for place in range(skipped, len(printed)) if not _within(*spans[place], apart)]
     if not kept:
         return None
-    factor, lines = (batch_size or 1) if steps else 1, list[tuple[float, float]]()
+    factor = (batch_size or 1) if steps else 1
+    lines = list[tuple[float, float]]()
     # Lines that were read together have the same time: they count as one line with their mean rate.
     for _, same in itertools.groupby(kept, key=lambda place: times[place + 1]):
         places = list(same)
@@ -778,7 +780,8 @@ def pace_of_log(
     if not spans:
         return None
     kept = _without_pauses(spans)
-    windows, share = _windows(kept), batch_size or 1
+    windows = _windows(kept)
+    share = batch_size or 1
     lasted = sum(seconds for seconds, _ in kept)
     return Pace(
         begin=points[1][0],
