@@ -229,7 +229,7 @@ lint: $(VENV)/.installed-dev  ## check style, types, layers, the workflow, the i
 	$(say) 'English of comments, docstrings and messages'
 	@python .ci/prose.py
 	$(say) 'mypy'
-	@mypy
+	@env -u PYTHONPATH mypy  # mypy takes modules in PYTHONPATH for libraries, and hides their errors
 	$(say) 'import-linter'
 	@lint-imports
 	$(say) 'snakefmt'

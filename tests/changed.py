@@ -58,7 +58,7 @@ def reached(test: Path) -> frozenset[Path]:
                 todo.append(file)
     if test.parent.name == "workflow":
         found |= {ROOT / "Snakefile", ROOT / "config.yaml", *ROOT.glob("rules/*"), *ROOT.glob("profiles/*/*")}
-    package = {fingerprint._file(name) for name in fingerprint.reachable(modules, whole=True)} - {None}
+    package = {file for file in map(fingerprint._file, fingerprint.reachable(modules, whole=True)) if file}
     stages = (
         {STAGES}
         if any("dlscale.core.stages" in _imported(file) for file in found | package if file.suffix == ".py")

@@ -229,6 +229,7 @@ class Tree:
                 text=True,
             )
         self.log.unlink(missing_ok=True)
+        assert self._dry_runs.stdin and self._dry_runs.stdout
         self._dry_runs.stdin.write(json.dumps([*COMMON, "--dry-run", "-p", *arguments, "--", *targets]) + "\n")
         self._dry_runs.stdin.flush()
         status, output = json.loads(self._dry_runs.stdout.readline())
