@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import math
 import os
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -21,6 +23,7 @@ import yaml
 from PIL import Image
 
 from bench import published
+from bench.images import photograph
 from dlscale.config import resolve
 from dlscale.config.run import load_run, run_class
 from dlscale.core import registry
@@ -33,9 +36,11 @@ from dlscale.data.manifest import Manifest
 from dlscale.extensions.dali.loader import build as build_dali
 from dlscale.extensions.dali.settings import DaliLoader
 from dlscale.extensions.imagenet_resnet50.imagenet import folder as image_folders
+from dlscale.extensions.imagenet_resnet50.imagenet import jpeg
 from dlscale.extensions.imagenet_resnet50.imagenet import pack as packs_module
 from dlscale.extensions.imagenet_resnet50.imagenet.kind import ImagenetDataset, ImageSamples
 from dlscale.extensions.imagenet_resnet50.imagenet.pack import Pack
+from dlscale.extensions.imagenet_resnet50.imagenet.resize import resize
 from dlscale.extensions.imagenet_resnet50.imagenet.samples import RATIO, Images, random_crops
 from dlscale.extensions.imagenet_resnet50.study import ImagenetMetrics
 from dlscale.parallel.world import World
@@ -427,6 +432,92 @@ def test_random_crops_are_torchvisions(scale: tuple[float, float]) -> None:
         assert top + rows <= height and left + columns <= width
 
 
+def in_two_passes(image: Image.Image, columns: int, rows: int) -> Image.Image:
+    """Return Pillow's resized image, with the horizontal pass first; Pillow 13 chooses the order of the passes."""
+    return image.resize((columns, image.height), BILINEAR).resize((columns, rows), BILINEAR)
+
+
+def test_resize_equals_pillow() -> None:
+    """A window of a resized box of an image equals that of Pillow, for any sizes, mirrored or not."""
+    rng = np.random.default_rng(0)
+    for number in range(300):
+        height, width = rng.integers(1, 300, 2).tolist()
+        pixels = rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
+        pixels.setflags(write=number % 2 == 0)  # mapped pixels are read-only
+        rows, columns = (int(rng.integers(1, edge + 1)) for edge in (height, width))
+        top, left = int(rng.integers(height - rows + 1)), int(rng.integers(width - columns + 1))
+        shape = rng.integers(1, 200, 2).tolist()
+        size = [int(rng.integers(1, edge + 1)) for edge in shape]
+        corner = [int(rng.integers(edge - part + 1)) for edge, part in zip(shape, size, strict=True)]
+        out = np.empty((3, *size), np.uint8)
+        resize(pixels, (top, left, rows, columns), tuple(shape), tuple(corner), number % 3 == 0, out)
+        image = Image.fromarray(pixels).crop((left, top, left + columns, top + rows))
+        window = np.s_[corner[0] : corner[0] + size[0], corner[1] : corner[1] + size[1]]
+        truth = np.asarray(in_two_passes(image, shape[1], shape[0]))[window]
+        truth = truth[:, ::-1] if number % 3 == 0 else truth
+        assert np.array_equal(out, truth.transpose(2, 0, 1)), (height, width, rows, columns, shape, size, corner)
+        at_once = np.asarray(image.resize((shape[1], shape[0]), BILINEAR))[window].astype(int)
+        at_once = at_once[:, ::-1] if number % 3 == 0 else at_once
+        assert np.abs(at_once.transpose(2, 0, 1) - out).max() <= 1
+
+
+#: Ways to save a JPEG: a mode of Pillow and options.
+JPEGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "4:2:0": ("RGB", {"subsampling": 2}),
+    "4:2:2": ("RGB", {"subsampling": 1, "quality": 90}),
+    "4:4:4": ("RGB", {"subsampling": 0, "quality": 100}),
+    "progressive": ("RGB", {"progressive": True, "quality": 30}),
+    "restart markers": ("RGB", {"restart_marker_rows": 1}),
+    "RGB inside": ("RGB", {"keep_rgb": True}),
+    "grey": ("L", {}),
+    "CMYK": ("CMYK", {}),
+    "rotated by EXIF": ("RGB", {"exif": b"Exif\0\0MM\0*\0\0\0\b\0\1\1\x12\0\3\0\0\0\1\0\6\0\0\0\0\0\0"}),
+}
+
+
+@pytest.mark.parametrize("kind", JPEGS)
+def test_part_of_a_jpeg_equals_pillow(kind: str) -> None:
+    """`jpeg.part` returns the pixels that Pillow returns for the complete image, in several threads."""
+    pytest.importorskip("nvidia.nvimgcodec", reason="nvImageCodec is not installed: pip install 'dlscale[dali]'")
+    mode, options = JPEGS[kind]
+    saved = io.BytesIO()
+    Image.open(io.BytesIO(photograph(1))).convert(mode).save(saved, "JPEG", **options)
+    if kind == "rotated by EXIF":
+        assert Image.open(saved).getexif()[0x112] == 6
+    truth, file = np.asarray(Image.open(saved).convert("RGB")), np.frombuffer(saved.getvalue(), np.uint8)
+    rng = np.random.default_rng(2)
+
+    def compare(number: int) -> None:
+        rows, columns = (int(rng.integers(1, edge + 1)) for edge in truth.shape[:2])
+        top, left = int(rng.integers(truth.shape[0] - rows + 1)), int(rng.integers(truth.shape[1] - columns + 1))
+        part = jpeg.part(file, (top, left, rows, columns))
+        assert part is not None
+        assert np.array_equal(part, truth[top : top + rows, left : left + columns]), (top, left, rows, columns)
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(compare, range(30)))
+
+
+def test_other_and_damaged_files_are_left_to_pillow() -> None:
+    image, saved = Image.open(io.BytesIO(photograph(1))), io.BytesIO()
+    image.save(saved, "PNG")
+    for file in (saved.getvalue(), photograph(1)[:30_000], bytes(1000), b""):
+        assert jpeg.part(np.frombuffer(file, np.uint8), (0, 0, 300, 300)) is None
+
+
+def test_samples_are_the_same_without_nvimagecodec(
+    tmp_path: Path, folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("nvidia.nvimgcodec", reason="nvImageCodec is not installed: pip install 'dlscale[dali]'")
+    data = make_dataset(tmp_path / "data", settings(folders))
+    for split in ("train", "valid"):
+        read = samples(data, split)
+        found = [read.read(1, index)[0] for index in range(read.size)]
+        with monkeypatch.context() as patch:
+            patch.setattr(jpeg, "nvimgcodec", None)
+            assert all(np.array_equal(read.read(1, index)[0], x) for index, x in enumerate(found))
+
+
 @pytest.mark.parametrize("form", ["encoded", "decoded"])
 def test_training_samples_are_resized_crops(tmp_path: Path, folders: dict[str, str], form: str) -> None:
     """Training samples equal Pillow's crop, resize and mirror, in this order.
@@ -444,7 +535,7 @@ def test_training_samples_are_resized_crops(tmp_path: Path, folders: dict[str, s
             image = packs[pack].image(row)
             draws = Draws(5, epoch, index)
             top, left, height, width = get_params(draws, image.height, image.width, (0.08, 1.0), RATIO)
-            truth = np.asarray(image.crop((left, top, left + width, top + height)).resize((24, 24), BILINEAR))
+            truth = np.asarray(in_two_passes(image.crop((left, top, left + width, top + height)), 24, 24))
             flip = (int(sampling.words(5, epoch, "place", 1, index)[0, 2]) >> 11) / 2**53 < 0.5
             mirrored.add(flip)
             truth = truth[:, ::-1] if flip else truth
@@ -471,7 +562,7 @@ def test_validation_samples_are_the_middle(tmp_path: Path, folders: dict[str, st
         short, long = sorted(image.size)
         new_long = int(resize * long / short)
         edges = (resize, new_long) if image.width <= image.height else (new_long, resize)
-        image = image.resize(edges, BILINEAR)
+        image = in_two_passes(image, *edges)
         left, top = round((image.width - 24) / 2.0), round((image.height - 24) / 2.0)
         truth = np.asarray(image.crop((left, top, left + 24, top + 24)))
         for epoch in (0, 3):

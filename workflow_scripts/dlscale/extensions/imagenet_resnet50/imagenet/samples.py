@@ -12,13 +12,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
-from PIL import Image
 
 from dlscale.data import sampling
 from dlscale.data.manifest import Manifest
 from dlscale.data.samples import ArraySpec, CroppedImages, ImageWindows
 from dlscale.data.sampling import Visits
 from dlscale.extensions.imagenet_resnet50.imagenet.pack import Pack, short_edge
+from dlscale.extensions.imagenet_resnet50.imagenet.resize import resize
 
 if TYPE_CHECKING:
     from dlscale.extensions.imagenet_resnet50.imagenet.kind import ImageSamples
@@ -127,15 +127,10 @@ class Images(CroppedImages):
     def _write(self, pack: int, row: int, chosen: ImageWindows, number: int, out: np.ndarray) -> None:
         """Write one sample into `out`, uint8 [3, size, size]."""
         places = chosen.corner, chosen.extent, chosen.resized, chosen.start
-        (top, left), (height, width), (rows, columns), (first_row, first_column) = (
-            each[number].tolist() for each in places
-        )
-        size = self._settings.size
+        (top, left), (height, width), shape, start = (each[number].tolist() for each in places)
         # Cut out the crop before resizing, so that pixels around the crop do not blend into its edges.
-        crop = self.packs[pack].image(row).crop((left, top, left + width, top + height))
-        resized = crop.resize((columns, rows), Image.Resampling.BILINEAR)
-        pixels = np.asarray(resized.crop((first_column, first_row, first_column + size, first_row + size)))
-        out[...] = (pixels[:, ::-1] if chosen.flip[number] else pixels).transpose(2, 0, 1)
+        pixels, box = self.packs[pack].pixels(row, (top, left, height, width))
+        resize(pixels, box, tuple(shape), tuple(start), bool(chosen.flip[number]), out)
 
 
 open_samples = Images
