@@ -458,3 +458,25 @@ def test_an_allocator_that_really_fails(stage: str, tmp_path: Path, cosmo_data: 
         done = run(accumulation_steps=int(advice[1]))
         # Ignore the exit status: the libraries of the last figure need more address space than training.
         assert "epoch 2 of 2" in done.stderr, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("room", [20, 120, 300])
+def test_a_limit_while_libraries_are_loaded(room: int, tmp_path: Path, cosmo_data: Path) -> None:
+    """A stage that gets no memory for its libraries ends with one line. With 400 MB, PyTorch aborts the process."""
+    tiny_run("cosmo_unet", tmp_path)
+    program = LIMITED.replace("import psutil, torch", "import psutil").replace(
+        "from dlscale.train import around, trainer\n", ""
+    )
+    arguments = ["--config", tmp_path / "config.yaml", "--manifest", cosmo_data / "manifest.json", "--device", "cpu"]
+    words = [*map(str, [*arguments, "--threads", 1, "--out", tmp_path / "throughput.json"])]
+    done = subprocess.run(
+        [sys.executable, "-c", program, f"{room}e6", "throughput", *words],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": f"{ROOT / 'workflow_scripts'}", "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
+        timeout=120,
+    )
+    assert done.returncode == 2, done.stderr
+    assert re.match("dlscale throughput: .*memory", done.stderr.splitlines()[-1])
+    assert "Traceback" not in done.stderr and "a defect" not in done.stderr
