@@ -1,6 +1,6 @@
 """Decoding of a part of a JPEG with nvImageCodec, which NVIDIA DALI installs.
 
-Pillow decodes whole images only. On a CPU, nvImageCodec uses the same library, libjpeg-turbo, and gets the same values.
+Pillow always decodes all pixels. On a CPU, nvImageCodec uses the same library, libjpeg-turbo, and gets the same values.
 """
 
 from __future__ import annotations
