@@ -334,6 +334,25 @@ with rendezvous.join(Geometry(gpus_per_node=2), "cpu"):
     assert done.returncode == 1 and "PeerLost: process 1 of 2 did not join in 5 s" in done.stderr, done.stderr
 
 
+def test_ctrl_c_ends_a_process_that_waits_for_others(tmp_path: Path) -> None:
+    """Ctrl-C also ends a process while it waits for others, as PyTorch's wait does not."""
+    program = (
+        "from dlscale.config.run import Geometry; from dlscale.parallel import rendezvous; print(flush=True)\n"
+        'with rendezvous.join(Geometry(gpus_per_node=2), "cpu"): pass'
+    )
+    alone = variables(RANK="0", LOCAL_RANK="0", WORLD_SIZE="2", **{MEET: str(tmp_path / "meet")})
+    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", program], env=alone, text=True, **streams) as waiting:
+        try:
+            assert waiting.stdout and waiting.stdout.readline()
+            until("process 0 to wait", lambda: (tmp_path / "meet").exists() and (tmp_path / "meet").stat().st_size > 0)
+            waiting.send_signal(signal.SIGINT)
+            _, told = waiting.communicate(timeout=20)
+        finally:
+            waiting.kill()
+    assert waiting.returncode == -signal.SIGINT and told.endswith("KeyboardInterrupt\n"), told
+
+
 @pytest.mark.slow
 def test_a_request_to_end_does_not_suppress_the_last_message(tmp_path: Path, era5_data: Path) -> None:
     """torchrun's SIGTERM, which arrives while a failed exchange raises its exception, does not suppress the message."""

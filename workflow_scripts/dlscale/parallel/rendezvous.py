@@ -6,6 +6,7 @@ import contextlib
 import datetime as dt
 import ipaddress
 import logging
+import math
 import os
 import re
 import signal
@@ -27,8 +28,8 @@ from dlscale.parallel.records import Device
 from dlscale.parallel.watchdog import Watchdog, is_gone
 from dlscale.parallel.world import Mesh, World
 
-#: Timeout of an exchange between ranks: longer than loading data or compiling takes.
-TIMEOUT = dt.timedelta(minutes=30)
+#: Timeout of an exchange between ranks: longer than loading data or compiling takes. Time of one wait for other ranks.
+TIMEOUT, SLICE = dt.timedelta(minutes=30), dt.timedelta(seconds=2)
 
 
 @contextlib.contextmanager
@@ -54,14 +55,16 @@ def join(geometry: Geometry, device: str) -> Iterator[World]:
     store, names = _meet(geometry, rank, patience), {each: f"started/{each}" for each in range(size)}
     # If a process hangs before it joins, it has no heartbeat, and PyTorch would wait half an hour without naming it.
     store.set(names[rank], "")
-    try:
-        store.wait([*names.values()], patience)
-    except RuntimeError as error:
+    for _ in range(math.ceil(patience / SLICE)):  # Python handles signals, such as Ctrl-C, only between two waits
+        with contextlib.suppress(RuntimeError):
+            store.wait([*names.values()], SLICE)
+            break
+    else:
         raise PeerLost(
             f"process {', '.join(str(each) for each, name in names.items() if not store.check([name]))} of {size} did "
             f"not join in {patience.total_seconds():g} s{' (site.watchdog.between)' if limits else ''}: it "
             "hangs, was stopped, or is slow to start. This process also ends"
-        ) from error
+        )
     with nccl_log() if kind == "cuda" and geometry.nodes > 1 else contextlib.nullcontext() as log:
         dist.init_process_group(
             "nccl" if kind == "cuda" else "gloo",
