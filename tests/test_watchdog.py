@@ -449,6 +449,10 @@ def test_the_verdict() -> None:
     assert not verdict(WAITS, BEHIND, at(98, "forward", OPENING, 51)), "one of the ranks behind compiles"
     assert "for process 1" in verdict(at(100, "forward", OPENING, 50), BEHIND), "only the waiting rank compiles"
     assert "1800 s for process 1 on nid1 (opening)" in verdict(*[at(n, "", OPENING, 1801) for n in (9, 8)])
+    short = judge(*[at(n, "", OPENING, 31) for n in (9, 8)])
+    assert not short._verdict()
+    short.limits = Limits(between=10)
+    assert "30 s for process 1 on nid1 (opening)" in short._verdict(), "three times `between`"
     tests, further, after = (at(n, "self-test", REHEARSAL, 121) for n in (5, 6, 9))
     assert "120 s for process 0 on nid0 (self-test)" in verdict(tests, further, after)
     assert not verdict(at(5, "self-test", REHEARSAL, 100), further), "the rank behind opens connections"

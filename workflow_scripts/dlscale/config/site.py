@@ -67,7 +67,8 @@ class Limits(Strict):
     )
     between: Annotated[Seconds, Field(ge=5)] = Field(
         600.0,
-        description="Timeout, seconds, without progress between epochs, when results and checkpoints are written.",
+        description="Timeout, seconds, without progress between epochs, when results and checkpoints are written; a "
+        "third of the timeout while data are opened and code is compiled.",
     )
 
     def __str__(self) -> str:
