@@ -697,3 +697,10 @@ def test_an_input_from_the_future_is_refused(tmp_path: Path) -> None:
     assert finding.status == "FAIL" and str(finding).startswith(f"FAIL  clock: {further}: written 24")
     subprocess.run(["bash", "-c", finding.remedy.partition("run: ")[2]], check=True)
     assert probe_clock(inputs) == []
+    stamp = further.parent / ".snakemake_timestamp"  # the time of a folder, for Snakemake
+    stamp.touch()
+    os.utime(stamp, (time.time() + 7200,) * 2)
+    os.utime(further.parent)
+    (finding,) = probe_clock([str(further.parent)])
+    subprocess.run(["bash", "-c", finding.remedy.partition("run: ")[2]], check=True)
+    assert probe_clock([str(further.parent)]) == []

@@ -101,9 +101,11 @@ def probe_space(folder: Path) -> Finding:
 def probe_clock(inputs: Iterable[str]) -> list[Finding]:
     """Refuse inputs of jobs that were written in the future.
 
-    After such a job, Snakemake would delete its outputs, because they are older than the input.
+    After such a job, Snakemake would delete its outputs, because they are older than the input. A folder is as old as
+    Snakemake's file in it.
     """
-    paths, now = map(Path, set(inputs)), time.time()
+    files, now = [(Path(each), Path(each, ".snakemake_timestamp")) for each in set(inputs)], time.time()
+    paths = [stamp if stamp.exists() else path for path, stamp in files]
     late = {path: ahead for path in paths if path.exists() and (ahead := path.stat().st_mtime - now) > SKEW_S}
     if not late:
         return []
