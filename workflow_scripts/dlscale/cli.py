@@ -274,11 +274,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if mistake := registry.mistake(error):
             return _fail(terminal, name, USER_ERROR, mistake)
         outside = "".join(f"the study {name} or of " for name in registry.added())
-        where = f"; see the traceback in the log {args.log}" if args.log else ""
         what = redact(f"{type(error).__name__}: {error}") + (
             ". A network's `forward` gets one argument: a tensor, a tuple or a dict" * (".forward() " in str(error))
+            + f"; see the traceback in the log {args.log}" * bool(args.log)
         )
-        return _fail(terminal, name, DEFECT, f"a defect of {outside}dlscale: {what}{where}")
+        return _fail(terminal, name, DEFECT, f"a defect of {outside}dlscale: {what}")
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -104,11 +104,17 @@ def probe_clock(inputs: Iterable[str]) -> list[Finding]:
     After such a job, Snakemake would delete its outputs, because they are older than the input. A folder is as old as
     Snakemake's file in it.
     """
-    files, now = [(Path(each), Path(each, ".snakemake_timestamp")) for each in set(inputs)], time.time()
-    paths = [stamp if stamp.exists() else path for path, stamp in files]
-    late = {path: ahead for path in paths if path.exists() and (ahead := path.stat().st_mtime - now) > SKEW_S}
+    now, found = time.time(), ((Path(each, ".snakemake_timestamp"), Path(each)) for each in set(inputs))
+    paths = filter(None, (next(filter(Path.exists, each), None) for each in found))
+    late = {path: ahead for path in paths if (ahead := path.stat().st_mtime - now) > SKEW_S}
     if not late:
         return []
     latest, folders = max(late, key=late.__getitem__), shlex.join(sorted({str(path.parent) for path in late}))
-    remedy = f"correct the clock, then run: find {folders} -newermt now -exec touch {{}} +"
-    return [Finding("clock", "FAIL", f"{latest}: written {duration(late[latest])} in the future", remedy)]
+    return [
+        Finding(
+            "clock",
+            "FAIL",
+            f"{latest}: written {duration(late[latest])} in the future",
+            f"correct the clock, then run: find {folders} -newermt now -exec touch {{}} +",
+        )
+    ]
