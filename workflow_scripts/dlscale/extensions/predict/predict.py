@@ -311,7 +311,7 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
     if args.json:
         print(json.dumps([_json(row) for row in rows], indent=2))
     else:
-        band = "90 % band" if measured.fit.points else "range (guess)"
+        band = "90 % band" if measured.fit.points else f"range of {len(analytic.public_ratios())} public runs"
         text = [*head(measured), "", *lines(rows, band), "", *words(measured, rows, args)]
         print("\n".join([*text, *(f"Left out: {each}" for each in left_out)]))
     return 0
@@ -361,6 +361,9 @@ def _row(measured: MeasuredRuns, args: argparse.Namespace, devices: int, tp: int
         )
     job, one = Job(devices, batch, tp, cp, min(devices, here)), Job(1, measured.batch)
     rate, nodes = fitted.rate(job), math.ceil(devices / here)
+    if not fitted.points:
+        ratios = analytic.public_ratios()
+        rate = replace(rate, low=rate.value * ratios[0], high=rate.value * ratios[-1])
     total = _seconds(measured, args, job, rate.value)
     return Row(
         job=job,
@@ -399,10 +402,12 @@ def head(measured: MeasuredRuns) -> list[str]:
     most = max((point.job.devices for point in measured.fit.points), default=0)
     kind = f"{measured.run.parallel.kind} on {measured.device}, links of {measured.machine}"
     fitted = f"fitted to {many(len(measured.fit.points), 'measurement')} on up to {many(most, 'device')}"
+    links, ratios = measured.links, analytic.public_ratios()
     fitted = fitted if most else "not measured; from FLOPs, shapes and data sheets alone"
-    links = measured.links
+    span = f"Range: {ratios[0]:.2f} to {ratios[-1]:.2f} times the rate, as measured / predicted of public runs"
     return [
         f"{measured.run.study}, {kind}: {fitted}",
+        *([] if most else [f"{span} of transformers."]),
         *([f"Links, measured by {links.processes} processes: {links.line()}"] if links else []),
         f"Efficiency: rate divided by the number of devices, and by the rate of one device with a batch of "
         f"{measured.batch:g}.",
