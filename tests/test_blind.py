@@ -99,8 +99,8 @@ def test_the_range_is_that_of_public_runs(capfd: pytest.CaptureFixture[str]) -> 
 
 def test_rates_of_the_vit_are_those_of_the_study() -> None:
     """The runs of the ViT behind the range have the rates, devices and axes of the study's published figures."""
-    figures = [each for each in study_files()["era5_vit"].published if each.samples_per_second]
-    known = Counter((each.gpus, each.tp, each.cp, each.samples_per_second) for each in figures)
+    figures = [each for each in study_files()["era5_vit"].published if each.speed]
+    known = Counter((each.gpus, each.tp, each.cp, each.speed) for each in figures)
     every = configurations()
     used = Counter(
         (run["gpus"], run.get("tp", 1), run.get("cp", 1), rate) for run in every["others"] for rate in run["published"]

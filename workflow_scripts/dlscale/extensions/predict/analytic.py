@@ -107,7 +107,7 @@ def public_ratios() -> list[float]:
 
 
 def fitted(model: Model) -> Fit:
-    """Return the scaling model for a network that was never measured; `public_ratios` has the errors of its rates."""
+    """Return the scaling model for a network that was never measured."""
     size, (count, width, depth) = model.parameters * model.gradient_bytes, model.tokens
     unit = [1 / depth] * depth if model.gathered_bytes else buckets([size / depth] * depth)
     gathered = model.gathered_bytes
