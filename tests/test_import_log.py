@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from tensorboard.util.tensor_util import make_tensor_proto
 from torch.utils.tensorboard import SummaryWriter
 
+from dlscale.config.resolve import study_files
 from dlscale.core.errors import UserError
 from dlscale.extensions.logs.events import scalar
 from dlscale.extensions.logs.reference import Reference
@@ -513,6 +515,15 @@ def test_the_published_logs_of_resnet50(
     assert bring(log, *arguments, name=f"gpux{gpus}", study="imagenet_resnet50") == 0
     found = Reference.read(results / f"references/gpux{gpus}/reference.json")
     assert len(found.curves["loss/valid"]) == 90
+    figures = study_files()["imagenet_resnet50"].published
+    speeds = {each.gpus: each.value for each in figures if each.metric == "validation_speed"}
+    assert speeds.keys() == {2, 4, 8, 16, 32, 64}
+    speed, seconds = (
+        [value for _, _, value in found.curves[name]] for name in ("valid_samples_per_second", "valid_seconds_per_step")
+    )
+    assert statistics.median(speed[1:]) == pytest.approx(speeds[gpus], abs=0.05)
+    steps = -(-50_000 // (208 * gpus))
+    assert steps * statistics.median(seconds[1:]) == pytest.approx(50_000 / (speeds[gpus] or 0.0), rel=0.07)
     curve = points(found, "valid/top1", "samples")
     assert curve[-1][0] == 90 * 1_281_167 and max(value for _, value in curve) == pytest.approx(top1, abs=2e-3)
     if rate:

@@ -81,6 +81,21 @@ def test_a_plan_pairs_the_documents_command_with_a_run_of_equal_settings(plan: s
     )
 
 
+def test_the_program_with_transformer_engine_runs_next_to_tensor_parallel_layers() -> None:
+    """SC25's command on 16 GPUs, and dlscale's run with the settings of `mp_short`; both split layers over 4 GPUs."""
+    found = runs("era5_published_program_te")
+    program = found["program"].program
+    assert program
+    words = Words(program, "OUT")
+    assert " ".join(words.command) == "python train_mp.py --config=mp_te_short --tensor_parallel=4"
+    assert words.log == "/logs/mp_te_short/4MP/00/logs"
+    settings, ours = (each.model_dump(exclude={"program", "label"}) for each in found.values())
+    published = resolve.load({"targets": ["era5_published_sc25"]}).plans["era5_published_sc25"]["mp_short"].run
+    like = published.model_dump(exclude={"program", "label"})
+    like["geometry"] |= {"nodes": 4, "gpus_per_node": 4, "tp": 4}
+    assert settings == ours == like
+
+
 def test_rates_are_read_from_the_documents_output() -> None:
     """The rate pattern `nersc` reads the samples/s from a line that the tutorials' programs print."""
     line = (

@@ -23,7 +23,7 @@ from dlscale.core.text import number
 from dlscale.measure.records import Throughput, Trials, Usage
 from dlscale.parallel.records import Device, MemoryUse
 from dlscale.report import curves, scaling, sections
-from dlscale.report.figures import Chart, Table
+from dlscale.report.figures import Chart, Table, lines
 from dlscale.report.speedup import series as series_of
 from dlscale.results import PlanResult, cost_to_reach, read_plan
 from tests.test_report import Results
@@ -395,12 +395,27 @@ def test_the_charts_show_measured_and_ideal_values(weak: PlanResult) -> None:
     for column, mode in enumerate(("loading", "computing", "training")):
         assert points(rates, mode=mode, what="measured") == [(n, TOGETHER[n][column]) for n in (1, 2, 8)]
         assert points(rates, mode=mode, what="ideal") == [(n, TOGETHER[1][column] * n) for n in (1, 2, 8)]
+    assert rates.y == {"value": "throughput (samples/s)", "time": "time (s per million samples)"}
+    times = [
+        (row["devices"], row["time"]) for row in rates.rows if (row["mode"], row["what"]) == ("training", "measured")
+    ]
+    assert times == [(n, pytest.approx(1e6 / TOGETHER[n][2], rel=1e-4)) for n in (1, 2, 8)]
     assert points(overhead, what="with") == [(1, 100.0), (2, 180.0), (8, 600.0)]
     assert points(overhead, what="without") == [(1, 100.0), (2, 200.0), (8, 800.0)]
     efficiencies = [found for point in series_of(weak)[0].points if (found := point.efficiency("FULL"))]
     for row, each in zip(scaled.rows, efficiencies, strict=True):
         assert (row["high"] - row["low"]) / 2 == pytest.approx(100 * each.noise, rel=1e-4)
     assert all(100 * each.noise > 3 for each in efficiencies[1:])
+
+
+@pytest.mark.parametrize(("many", "scale"), [(4.0, "linear"), (40.0, "log")])
+def test_a_fields_own_range_determines_the_scale(many: float, scale: str) -> None:
+    """Rates of 100 to 400 and times of 10,000 to 2,500 have a linear axis, though both span a factor of 100."""
+    rows = [
+        {"run": "a", "devices": n, "value": 100.0 * factor, "time": 1e4 / factor} for n, factor in ((1, 1.0), (2, many))
+    ]
+    chart = lines("rates", "Rates.", rows, {"devices": "devices"}, {"value": "rate", "time": "time"})
+    assert chart.scale == scale
 
 
 @pytest.mark.parametrize("loading", [100.0, 1e6])

@@ -1,19 +1,21 @@
-"""Predict the configurations of the blind test, or compare the predictions with the published figures.
+"""Compare the predictions of the blind test, and of other public runs, with the published figures.
 
-`python -m bench.blind predict` writes `predictions.yaml`, `python -m bench.blind` prints the table of docs/planning.md.
+`python -m bench.blind` prints the table of docs/planning.md. `python -m bench.blind ratios` writes the ratios that
+`dlscale predict --model` uses as its range. Commit fc0328d0 has the code that made `predictions.yaml`.
 """
 
 from __future__ import annotations
 
 import statistics
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from dlscale.extensions.predict.analytic import Model, fitted
+from dlscale.extensions.predict.analytic import PUBLIC_RUNS, Model, fitted
 from dlscale.extensions.predict.model import Job
 
 HERE = Path(__file__).parent
@@ -39,6 +41,7 @@ def model_of(run: dict[str, Any], every: dict[str, Any], reached: float | None =
     embedding = vocabulary * width
     # Forward pass of a sample: products of the blocks, attention (half of the pairs, since it is causal), logits.
     linear, attention, logits = 2 * count * products * blocks, 2 * count**2 * width * blocks, 2 * count * embedding
+    attention *= 1 if shape.get("causal", True) else 2
     repeated = {"full": 1.0, "selective": SELECTIVE}.get(run.get("recompute", ""), 0.0)
     again = repeated * linear + (attention if repeated == 1 else 0.0)
     format_ = "fp8" if run.get("fp8") else "bf16"
@@ -66,18 +69,31 @@ def model_of(run: dict[str, Any], every: dict[str, Any], reached: float | None =
     )
 
 
-def predict(run: dict[str, Any], every: dict[str, Any], reached: float | None = REACHED) -> list[float]:
-    """Return tokens/s per GPU: predicted, 5 % quantile, 95 % quantile."""
+def predict(run: dict[str, Any], every: dict[str, Any], reached: float | None = REACHED) -> float:
+    """Return the predicted tokens/s per GPU."""
     model = model_of(run, every, reached)
     found = fitted(model).rate(Job(run["gpus"], run["batch"], run.get("tp", 1), run.get("cp", 1)))
-    return [round(float(rate) * run["tokens"] / run["gpus"], 1) for rate in (found.value, found.low, found.high)]
+    return round(float(found.value) * run["tokens"] / run["gpus"], 1)
+
+
+def _read(file: str) -> Any:
+    return yaml.safe_load((HERE / file).read_text())["tokens_per_second_per_gpu"]
+
+
+def ratios() -> dict[str, list[float]]:
+    """Return the ratios measured / predicted of all public runs by table, with `reached` from `machines.yaml`."""
+    every, found = configurations(), dict[str, list[float]]()
+    pairs = list(zip(every["runs"], _read("measured.yaml"), strict=True))
+    pairs += [(run, rate * run["tokens"] / run["gpus"]) for run in every["others"] for rate in run["published"]]
+    for run, measured in pairs:
+        found.setdefault(run["table"], []).append(round(measured / predict(run, every, None), 3))
+    return found
 
 
 def table() -> Iterator[str]:
     """Yield the lines of the table of errors, in Markdown; each error is predicted / measured - 1."""
-    every, files = configurations(), ("predictions.yaml", "measured.yaml")
-    runs = every["runs"]
-    predicted, measured = (yaml.safe_load((HERE / file).read_text())["tokens_per_second_per_gpu"] for file in files)
+    every = configurations()
+    runs, predicted, measured = every["runs"], _read("predictions.yaml"), _read("measured.yaml")
     errors = [value / found - 1 for (value, *_), found in zip(predicted, measured, strict=True)]
     cells, sizes = dict[tuple[str, ...], list[str]](), dict[str, list[tuple[int, float]]]()
     for run, error in zip(runs, errors, strict=True):
@@ -100,10 +116,20 @@ def table() -> Iterator[str]:
     yield ""
     yield f"With `reached` from `machines.yaml`, which is fitted to {FITTED} up to 8,192 tokens, on the other tables:"
     yield ""
-    tested = [(run, found) for run, found in zip(runs, measured, strict=True) if run["table"] != FITTED]
-    now = [(*predict(run, every, None), found) for run, found in tested]
-    yield f"- {_spread([value / found - 1 for value, _, _, found in now])}"
-    yield f"- published figures within the 90 % band: {sum(low <= found <= high for _, low, high, found in now)}"
+    tables = ratios()
+    yield f"- {_spread([1 / each - 1 for name in ('torchtitan', 'nemo') for each in tables[name]])}"
+    yield ""
+    rows = sorted(each for own in tables.values() for each in own)
+    low, high = f"{rows[0]:.2f}", f"{rows[-1]:.2f}"
+    yield f"The printed range, {low} to {high} times the rate, is that of {len(rows)} public runs: of these tables and"
+    yield "of the ViT in 16 bits (SC23 to SC25). Measured / predicted, and figures within the other tables' range:"
+    yield ""
+    for name, own in tables.items():
+        rest = [each for other, values in tables.items() if other != name for each in values]
+        inside = sum(min(rest) <= each <= max(rest) for each in own)
+        yield f"- {name}: {min(own):.2f} to {max(own):.2f}; {inside} of {len(own)}"
+    inside = sum(min(rest) <= each <= max(rest) for n, each in enumerate(rows) for rest in [rows[:n] + rows[n + 1 :]])
+    yield f"- all: {inside} of {len(rows)} within the range of all other figures"
 
 
 def _percent(error: float) -> str:
@@ -116,17 +142,18 @@ def _spread(errors: list[float]) -> str:
 
 
 def main() -> None:
-    """With the argument `predict`, write the predictions; otherwise print the table of errors."""
-    if sys.argv[1:] != ["predict"]:
+    """With the argument `ratios`, write the ratios of public runs; otherwise print the table of errors."""
+    if sys.argv[1:] != ["ratios"]:
         print("\n".join(table()))
         return
-    every = configurations()
-    lines = ["# Predicted tokens/s per GPU, with 5 % and 95 % quantiles, in the order of configurations.yaml."]
-    lines += ["tokens_per_second_per_gpu:"]
-    for run in every["runs"]:
-        what = f"{run['table']}: {run['model']}, {run['tokens']} tokens, {run['gpus']} x {run['device']}"
-        lines.append(f"  - {predict(run, every)}  # {what}")
-    (HERE / "predictions.yaml").write_text("\n".join(lines) + "\n")
+    lines = ["# Ratios measured / predicted of public runs that were predicted without a measurement, by table, in the"]
+    lines += ["# order of bench/blind/configurations.yaml. `python -m bench.blind ratios` writes this file."]
+    for name, own in ratios().items():
+        lines += [
+            f"{name}:",
+            *textwrap.wrap(f"[{', '.join(map(str, own))}]", 116, initial_indent="  ", subsequent_indent="   "),
+        ]
+    PUBLIC_RUNS.write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -216,9 +216,9 @@ def lines(
     """
     kept = rounded(rows)
     looks = looks or styles(row[by] for row in kept)
-    values = [row[key] for row in kept for key in y if key in row] + [level for level, _ in levels]
-    positive = bool(values) and min(values) > 0
-    wide = positive and max(values) > 10 * min(values)
+    fields = [[row[key] for row in kept if key in row] + [level for level, _ in levels] for key in y]
+    positive = any(fields) and min(map(min, filter(None, fields))) > 0
+    wide = positive and any(max(values) > 10 * min(values) for values in fields if values)
     logarithmic = positive and (wide if logarithmic is None else logarithmic)
     # A title of several lines fits next to the axis, which is short above a long legend.
     first_x, first_y = (

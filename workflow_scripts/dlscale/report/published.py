@@ -63,7 +63,7 @@ def shown(figure: Published) -> str:
         return f"{digits(figure.samples_per_second)}{spread} samples/s"
     if figure.by_epoch:
         epochs = f"after epochs 1 to {len(figure.by_epoch)}" if len(figure.by_epoch) > 1 else "after epoch 1"
-        return f"{', '.join(map(digits, figure.by_epoch))} {epochs}"
+        return " ".join(filter(None, [", ".join(map(digits, figure.by_epoch)), unit(figure.unit), epochs]))
     return f"{digits(figure.value)} {unit(figure.unit)}".strip()
 
 

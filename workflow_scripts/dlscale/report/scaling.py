@@ -148,13 +148,13 @@ def _charts(plan: str, several: Sequence[Series]) -> list[Chart]:
     charts = [
         lines(
             f"{plan}-scaling{'-' * bool(place)}{place or ''}",
-            f"{each.label}: rates of training, of computing alone and of loading alone. Dashed lines are the ideal "
-            "rates."
+            f"{each.label}: rates, or times of a million samples, of training, of computing alone and of loading "
+            "alone. Dashed lines are the ideal."
             + " Loading is not drawn, because its rate is far above the other two rates."
             * (ORDER[-1] not in (modes := _drawn(each))),
             [row for mode in modes for row in _rates(each, mode)],
             axis,
-            {"value": "throughput (samples/s)"},
+            {"value": "throughput (samples/s)", "time": "time (s per million samples)"},
             by="mode",
             looks={MODE_NAMES[mode]: (MODE_COLOURS[mode], shape) for mode, shape in zip(modes, SHAPES, strict=False)},
             dashes=["measured", "ideal"],
@@ -215,7 +215,7 @@ def _energies(plan: PlanResult, several: Sequence[Series]) -> list[Chart]:
 
 def _rates(each: Series, mode: str) -> list[View]:
     return [
-        {"mode": MODE_NAMES[mode], "what": what, "devices": point.devices, "value": rate}
+        {"mode": MODE_NAMES[mode], "what": what, "devices": point.devices, "value": rate, "time": rate and 1e6 / rate}
         for point in each.points
         for what, rate in (("measured", point.rate(mode)), ("ideal", point.ideal(mode)))
     ]

@@ -311,7 +311,7 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
     if args.json:
         print(json.dumps([_json(row) for row in rows], indent=2))
     else:
-        band = "90 % band" if measured.fit.points else "range (guess)"
+        band = "90 % band" if measured.fit.points else f"range of {len(analytic.public_ratios())} public runs"
         text = [*head(measured), "", *lines(rows, band), "", *words(measured, rows, args)]
         print("\n".join([*text, *(f"Left out: {each}" for each in left_out)]))
     return 0
@@ -360,7 +360,8 @@ def _row(measured: MeasuredRuns, args: argparse.Namespace, devices: int, tp: int
             f"--batch-size {args.batch_size}: less than one sample per step for each of the {dp} groups of devices"
         )
     job, one = Job(devices, batch, tp, cp, min(devices, here)), Job(1, measured.batch)
-    rate, nodes = fitted.rate(job), math.ceil(devices / here)
+    rate, nodes, ratios = fitted.rate(job), math.ceil(devices / here), analytic.public_ratios()
+    rate = rate if fitted.points else replace(rate, low=rate.value * ratios[0], high=rate.value * ratios[-1])
     total = _seconds(measured, args, job, rate.value)
     return Row(
         job=job,
@@ -399,10 +400,10 @@ def head(measured: MeasuredRuns) -> list[str]:
     most = max((point.job.devices for point in measured.fit.points), default=0)
     kind = f"{measured.run.parallel.kind} on {measured.device}, links of {measured.machine}"
     fitted = f"fitted to {many(len(measured.fit.points), 'measurement')} on up to {many(most, 'device')}"
-    fitted = fitted if most else "not measured; from FLOPs, shapes and data sheets alone"
-    links = measured.links
+    links, (low, *_, high) = measured.links, analytic.public_ratios()
     return [
-        f"{measured.run.study}, {kind}: {fitted}",
+        f"{measured.run.study}, {kind}: {fitted if most else 'not measured; from FLOPs, shapes and data sheets alone'}",
+        *([] if most else [f"Range: {low:.2f} to {high:.2f} times the rate, as measured / predicted of public runs."]),
         *([f"Links, measured by {links.processes} processes: {links.line()}"] if links else []),
         f"Efficiency: rate divided by the number of devices, and by the rate of one device with a batch of "
         f"{measured.batch:g}.",
@@ -467,5 +468,6 @@ def _shown(row: Row, args: argparse.Namespace) -> str:
 
 def _json(row: Row) -> dict[str, Any]:
     rate = {"low": row.rate.low, "samples_per_second": row.rate.value, "high": row.rate.high}
-    others = {key: value for key, value in asdict(row).items() if key not in ("job", "rate")}
-    return asdict(row.job) | {"dp": row.job.dp} | rate | others
+    return (
+        asdict(row.job) | {"dp": row.job.dp} | rate | {k: v for k, v in asdict(row).items() if k not in ("job", "rate")}
+    )
