@@ -267,8 +267,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, BrokenPipeError) and args.stage not in STAGES:  # such as `... | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python still flushes it at exit
             return 128 + signal.SIGPIPE  # the status that a shell reports for a closed pipe
-        expected = error if isinstance(error, UserError) else translate_error(error, "")
-        if isinstance(expected, UserError):
+        if isinstance(expected := error if isinstance(error, UserError) else translate_error(error, ""), UserError):
             return _fail(terminal, name, USER_ERROR, str(expected).removeprefix(": "))
         traceback.print_exc(file=sys.stderr)
         if mistake := registry.mistake(error):
