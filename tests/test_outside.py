@@ -1367,6 +1367,40 @@ def test_a_batch_confirms_the_loaders_batch_size() -> None:
 @pytest.mark.parametrize(
     ("batch", "samples"),
     [
+        (torch.ones(6, 4), 6),
+        ([torch.ones(6, 4), torch.ones(6)], 6),
+        ({"x": torch.ones(6, 4), "name": ["a"] * 6, "epoch": 3}, 6),
+        ((([1],) * 6, ([2],) * 6), 6),
+        (torch.ones(8, 4), 0),
+        (torch.ones(6, 8), 0),  # time-major
+        ([torch.ones(6, 4), torch.ones(2, 90)], 0),  # a graph
+        *((None, 0), ("texts", 0), (5, 0), ([], 0)),
+    ],
+)
+def test_a_short_batch_may_have_as_many_samples_as_its_arrays(batch: object, samples: int) -> None:
+    assert timed.short_of(batch, 8) == -samples
+
+
+@pytest.mark.parametrize(("sizes", "mean"), [([8, 8, 8, 8, 8, -2], 7.0), ([8, 8, -2], None), ([-1, -1, -1], None)])
+def test_short_batches_have_samples_if_most_batches_have_the_loaders_size(
+    tmp_path: Path, sizes: list[int], mean: float | None
+) -> None:
+    """The last batch of each epoch counts with its own samples; lengths of other batches may be something else."""
+    clock = Clock(tmp_path)
+    for _ in range(40):
+        clock.iterator += 1
+        for size in sizes:
+            clock.batch(0.02, size)
+            clock.step(0.08)
+    found = steps.pace(steps.read(tmp_path)[1])
+    assert found and found.samples == (mean is not None)
+    assert found.rates == pytest.approx([10 * (mean or 1)] * len(found.rates), rel=0.03)
+    assert found.batch_size == (mean and round(mean))
+
+
+@pytest.mark.parametrize(
+    ("batch", "samples"),
+    [
         (torch.ones(1, 1, 8, 8), 1),
         ({"x": torch.ones(1), "name": ["a"]}, 1),
         (torch.ones(1, 32, 64), 0),
@@ -1802,6 +1836,7 @@ def sampler_of_iterators():
         train([x], adam)
 def last_is_smaller(): flows(torch.stack, 20, 20)
 def last_of_many_is_smaller(): flows(torch.stack, 84, 5)
+def last_of_six_is_smaller(): flows(torch.stack, 42, 10)
 def one_batch_for_all():
     (x, *_) = DataLoader(Rows(), batch_size=480)
     train([x] * 60, adam)
@@ -1867,8 +1902,8 @@ for run in (plain, accumulates, two_optimizers, no_loader, texts, boxes, stream,
             class_that_fails, nested, scalars, images, labelled,
             rows_one_by_one, batches_as_items, batches_in_rows, pairs, time_major, joined_graphs, packed,
             drops_samples, drops_pairs, rows_along_time, joined_rows, sampler_of_batches,
-            sampler_of_iterators, last_is_smaller, last_of_many_is_smaller, one_batch_for_all, each_batch_four_times,
-            kept_batches,
+            sampler_of_iterators, last_is_smaller, last_of_many_is_smaller, last_of_six_is_smaller,
+            one_batch_for_all, each_batch_four_times, kept_batches,
             two_loaders, skips_batches, reads_ahead, clears_environment, replaces_environment, loses_environment,
             replaces_functions, loses_modules, loader_of_its_own, leaves_epochs, batch_that_fails, step_that_fails):
     process = multiprocessing.get_context("fork").Process(target=run)
@@ -1971,6 +2006,7 @@ def loops(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, Path
         ("sampler_of_iterators", None, 60),
         ("last_is_smaller", None, 60),
         ("last_of_many_is_smaller", 8, 55),
+        ("last_of_six_is_smaller", 7, 60),
         ("one_batch_for_all", None, 60),
         ("each_batch_four_times", None, 60),
         ("kept_batches", None, 60),
@@ -2314,7 +2350,7 @@ def test_a_program_without_steps_is_looked_at_for_a_minute(
 def test_a_damaged_line_ends_a_file_of_steps(tmp_path: Path) -> None:
     """Only lines before a damaged line are used. Invalid sample counts, as of another version, become 0 (unknown)."""
     clock = Clock(tmp_path)
-    for samples in ("8.0", "None", "-5", "1" + "0" * 400):
+    for samples in ("8.0", "None", "--5", "1" + "0" * 400):
         clock.note(f"b 0 {clock.now:.6f} 0.0 {samples}")
         clock.step(0.1)
     clock.note("s 1e300 0.0 0")
