@@ -151,9 +151,25 @@ def test_a_peak_of_short_epochs_is_found() -> None:
     assert peaks == {"start": (310e6, 20), "training": (310e6, 20), "validation": (700e6, 20)}
 
 
+@pytest.mark.parametrize(
+    ("group", "limit", "used"),
+    [
+        ("0::/job/step", "/sys/fs/cgroup/job/memory.max", "memory.current"),
+        ("4:memory:/job/step", "/sys/fs/cgroup/memory/job/memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ],
+)
+def test_a_job_may_limit_memory_by_either_version_of_cgroups(
+    monkeypatch: pytest.MonkeyPatch, group: str, limit: str, used: str
+) -> None:
+    """The limit of a parent group counts, too."""
+    texts = {"/proc/self/cgroup": f"9:pids:/other\n{group}", limit: "8000", f"{Path(limit).parent}/{used}": "3000"}
+    monkeypatch.setattr(machine, "text_of", lambda path: texts.get(str(path), ""))
+    assert machine.job_limits() == [(8000, 3000)] and machine.free_memory() == 5000
+
+
 def test_the_memory_of_a_process_is_limited_by_its_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes of a job with 8 GB on a larger machine have 4 GB each, although the machine has more."""
-    monkeypatch.setattr(machine, "text_of", lambda path: "8000000000" if path.name == "memory.max" else "0")
+    monkeypatch.setattr(machine, "job_limits", lambda: [(8_000_000_000, 0)])
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=500_000_000_000))
     folder = tmp_path / "steps"
     folder.mkdir()
