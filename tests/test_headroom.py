@@ -17,6 +17,7 @@ import psutil
 import pytest
 import torch
 
+from dlscale.core import machine
 from dlscale.core.errors import UserError
 from dlscale.extensions.headroom import causes, headroom, replay, scratch
 from dlscale.extensions.headroom.headroom import NoHeadroom, of_command
@@ -291,8 +292,13 @@ def test_a_program_with_too_few_steps(train: Path) -> None:
 
 
 @copies
-def test_a_batch_that_is_too_large_to_keep(train: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(headroom, "MEMORY", 0.0)
+@pytest.mark.parametrize("owner", ["machine", "job"])
+def test_a_batch_that_is_too_large_to_keep(train: Path, monkeypatch: pytest.MonkeyPatch, owner: str) -> None:
+    """The kept batches fit into the memory of the machine, and of the job, which may have less."""
+    if owner == "machine":
+        monkeypatch.setattr(headroom, "MEMORY", 0.0)
+    else:
+        monkeypatch.setattr(machine, "job_limits", lambda: [(2**30, 2**30)])
     with pytest.raises(NoHeadroom, match="bytes that may be kept"):
         replayed(train, "--model", 0.01)
 

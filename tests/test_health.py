@@ -13,14 +13,16 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
 from dlscale.config.places import MEASURED
+from dlscale.core import machine
 from dlscale.extensions.health import noted, training
 from dlscale.extensions.health.causes import describe, growth, repeated
-from dlscale.extensions.health.programs import Phases, read_process
-from dlscale.extensions.health.records import FILE, MAX_POINTS, Compilation, Health, Memory
+from dlscale.extensions.health.programs import Phases, read_process, write_health
+from dlscale.extensions.health.records import FILE, MAX_POINTS, Compilation, Health, Memory, read_record
 from dlscale.extensions.programs import timed
 from dlscale.report.evidence import Finding
 from dlscale.report.verdict import judge_run
@@ -147,6 +149,35 @@ def test_a_peak_of_short_epochs_is_found() -> None:
     (memory,) = read_process([f"{line}\n".encode() for line in lines], process, {"0", "2"}, None).memory
     peaks = {phase: (peak.bytes, peak.last) for phase, peak in memory.peaks.items()}
     assert peaks == {"start": (310e6, 20), "training": (310e6, 20), "validation": (700e6, 20)}
+
+
+@pytest.mark.parametrize(
+    ("group", "limit", "used"),
+    [
+        ("0::/job/step", "/sys/fs/cgroup/job/memory.max", "memory.current"),
+        ("4:memory:/job/step", "/sys/fs/cgroup/memory/job/memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ],
+)
+def test_a_job_may_limit_memory_by_either_version_of_cgroups(
+    monkeypatch: pytest.MonkeyPatch, group: str, limit: str, used: str
+) -> None:
+    """The limit of a parent group counts, too."""
+    texts = {"/proc/self/cgroup": f"9:pids:/other\n{group}", limit: "8000", f"{Path(limit).parent}/{used}": "3000"}
+    monkeypatch.setattr(machine, "text_of", lambda path: texts.get(str(path), ""))
+    assert machine.job_limits() == [(8000, 3000)] and machine.free_memory() == 5000
+
+
+def test_the_memory_of_a_process_is_limited_by_its_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes of a job with 8 GB on a larger machine have 4 GB each, although the machine has more."""
+    monkeypatch.setattr(machine, "job_limits", lambda: [(8_000_000_000, 0)])
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=500_000_000_000))
+    folder = tmp_path / "steps"
+    folder.mkdir()
+    own = [SimpleNamespace(rank=n, host="host", pid=n, steps=[1.0, 2.0], batches=[], gaps=[]) for n in range(2)]
+    for process in own:
+        (folder / f"{noted.NAME}.host.{process.pid}").write_text("begin 0 0\nm 1.5 1000 2000\nm 2.0 1000 2000\n")
+    write_health(folder, own, [set(), set()])
+    assert [each.memory[0].limit for each in read_record(tmp_path).processes] == [4_000_000_000] * 2
 
 
 def test_each_point_has_the_peak_since_the_last_point() -> None:

@@ -920,11 +920,11 @@ def logged_run(folder: Path, case: str) -> tuple[float, int | None]:
                 clock.optimizer = 1
                 clock.step(0.0001)
             clock.optimizer = 0
-        if case == "validations" and number % 5 == 0:
+        if "validations" in case and number % 5 == 0:
             clock.iterator = number
             for _ in range(2):
                 clock.batch(0.0, 1000)
-                clock.now += 0.25
+                clock.now += 0.03 if case == "short validations" else 0.25
             clock.iterator = 0
         if number % 5 == 0:
             factor = {"micro-batches": 2, "stated micro-batches": 2}.get(case, 1)
@@ -940,6 +940,7 @@ def logged_run(folder: Path, case: str) -> tuple[float, int | None]:
         ("plain", False),
         ("steps", False),
         ("validations", True),
+        ("short validations", True),
         ("micro-batches", True),
         ("stated micro-batches", False),
         ("two optimisers", False),
@@ -953,7 +954,7 @@ def test_seen_steps_decide_on_the_rate_of_a_log(tmp_path: Path, case: str, refus
     run = replace(outcome([]), seconds=200.0)
     if refused:
         with pytest.raises(
-            UserError, match=r"logged steps give (53.3|160) samples/s, but the program made 80.0 samples"
+            UserError, match=r"logged steps give (53.3|75.5|160) samples/s, but the program made 80.0 samples"
         ):
             running._pace_by("log", reading, run, tmp_path, processes, ())
         found, *_ = running._pace_by("seen", reading, run, tmp_path, processes, ())
@@ -1075,6 +1076,11 @@ PRINTED = [
     ),
     (r"Sec=([\d.]+)", "RunningAvgSamplesPerSec=48.3, MemAllocated=1", ("", 48.3)),
     *((rf"(\S+) {unit}", f"| 48.3 {unit}", None) for unit in ("wps", "words/s", "frames/s", "ktok/s", "k tokens/s")),
+    *((rf"(\S+) {unit}", f"| 48.3 {unit}", None) for unit in ("subtokens/s", "megapixels/s", "voxels/s", "atoms/s")),
+    *((rf"(\S+) {unit}", f"| 48.3 {unit}", None) for unit in ("nodes/s", "edges/s", "transitions/s", "hours/s")),
+    *((rf"(\S+) {unit}", f"| 48.3 {unit}", None) for unit in ("timesteps/s", "env_steps/s", "env steps/s")),
+    (r"steps/s: (\S+)", "environment steps/s: 1234", None),
+    *((rf"(\S+) {unit}", f"| 48.3 {unit}", ("", 48.3)) for unit in ("patches/s", "clips/s", "graphs/s")),
     (r"(\S+) ups", "| 48.3 ups", (PER_STEP, 48.3)),
     (r"speed (\S+)", "speed 84.05 ups 48.3 wps 19300", ("", 84.05)),
     (r"speed (\S+)", "speed 48.3 source words/s", None),
@@ -1361,6 +1367,40 @@ def test_a_batch_confirms_the_loaders_batch_size() -> None:
     batches = [Array(), [Array(), 3], {"x": Array()}, ((1,) * 5, [2]), [Array()] * 3, [], "texts", 5, {}, None]
     assert [timed.samples_of(batch, 5) for batch in batches] == [5, 5, 5, 5, 5, 0, 0, 0, 0, 0]
     assert {timed.samples_of(batch, 4) for batch in batches} == {0}
+
+
+@pytest.mark.parametrize(
+    ("batch", "samples"),
+    [
+        (torch.ones(6, 4), 6),
+        ([torch.ones(6, 4), torch.ones(6)], 6),
+        ({"x": torch.ones(6, 4), "name": ["a"] * 6, "epoch": 3}, 6),
+        ((([1],) * 6, ([2],) * 6), 6),
+        (torch.ones(8, 4), 0),
+        (torch.ones(6, 8), 0),  # time-major
+        ([torch.ones(6, 4), torch.ones(2, 90)], 0),  # a graph
+        *((None, 0), ("texts", 0), (5, 0), ([], 0)),
+    ],
+)
+def test_a_short_batch_may_have_as_many_samples_as_its_arrays(batch: object, samples: int) -> None:
+    assert timed.short_of(batch, 8) == -samples
+
+
+@pytest.mark.parametrize(("sizes", "mean"), [([8, 8, 8, 8, 8, -2], 7.0), ([8, 8, -2], None), ([-1, -1, -1], None)])
+def test_short_batches_have_samples_if_most_batches_have_the_loaders_size(
+    tmp_path: Path, sizes: list[int], mean: float | None
+) -> None:
+    """The last batch of each epoch counts with its own samples; lengths of other batches may be something else."""
+    clock = Clock(tmp_path)
+    for _ in range(40):
+        clock.iterator += 1
+        for size in sizes:
+            clock.batch(0.02, size)
+            clock.step(0.08)
+    found = steps.pace(steps.read(tmp_path)[1])
+    assert found and found.samples == (mean is not None)
+    assert found.rates == pytest.approx([10 * (mean or 1)] * len(found.rates), rel=0.03)
+    assert found.batch_size == (mean and round(mean))
 
 
 @pytest.mark.parametrize(
@@ -1801,6 +1841,7 @@ def sampler_of_iterators():
         train([x], adam)
 def last_is_smaller(): flows(torch.stack, 20, 20)
 def last_of_many_is_smaller(): flows(torch.stack, 84, 5)
+def last_of_six_is_smaller(): flows(torch.stack, 42, 10)
 def one_batch_for_all():
     (x, *_) = DataLoader(Rows(), batch_size=480)
     train([x] * 60, adam)
@@ -1866,8 +1907,8 @@ for run in (plain, accumulates, two_optimizers, no_loader, texts, boxes, stream,
             class_that_fails, nested, scalars, images, labelled,
             rows_one_by_one, batches_as_items, batches_in_rows, pairs, time_major, joined_graphs, packed,
             drops_samples, drops_pairs, rows_along_time, joined_rows, sampler_of_batches,
-            sampler_of_iterators, last_is_smaller, last_of_many_is_smaller, one_batch_for_all, each_batch_four_times,
-            kept_batches,
+            sampler_of_iterators, last_is_smaller, last_of_many_is_smaller, last_of_six_is_smaller,
+            one_batch_for_all, each_batch_four_times, kept_batches,
             two_loaders, skips_batches, reads_ahead, clears_environment, replaces_environment, loses_environment,
             replaces_functions, loses_modules, loader_of_its_own, leaves_epochs, batch_that_fails, step_that_fails):
     process = multiprocessing.get_context("fork").Process(target=run)
@@ -1970,6 +2011,7 @@ def loops(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, Path
         ("sampler_of_iterators", None, 60),
         ("last_is_smaller", None, 60),
         ("last_of_many_is_smaller", 8, 55),
+        ("last_of_six_is_smaller", 7, 60),
         ("one_batch_for_all", None, 60),
         ("each_batch_four_times", None, 60),
         ("kept_batches", None, 60),
@@ -2313,7 +2355,7 @@ def test_a_program_without_steps_is_looked_at_for_a_minute(
 def test_a_damaged_line_ends_a_file_of_steps(tmp_path: Path) -> None:
     """Only lines before a damaged line are used. Invalid sample counts, as of another version, become 0 (unknown)."""
     clock = Clock(tmp_path)
-    for samples in ("8.0", "None", "-5", "1" + "0" * 400):
+    for samples in ("8.0", "None", "--5", "1" + "0" * 400):
         clock.note(f"b 0 {clock.now:.6f} 0.0 {samples}")
         clock.step(0.1)
     clock.note("s 1e300 0.0 0")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import importlib.util
 import json
@@ -132,13 +131,17 @@ def command_output(words: list[str], seconds: float = 60.0) -> str | None:
 
 def job_limits() -> list[tuple[int, int]]:
     """Return memory limit and memory use (bytes) of each control group that limits the memory of this process."""
-    found = []
-    with contextlib.suppress(OSError, ValueError):  # cgroup v2, from the group of this process upwards
-        group = Path("/proc/self/cgroup").read_text().rpartition("::")[2].strip().lstrip("/")
-        place = Path("/sys/fs/cgroup")
-        for folder in [place / group, *(place / group).parents]:
-            if folder.is_relative_to(place) and (text := text_of(folder / "memory.max")).isdecimal():
-                found.append((int(text), int(text_of(folder / "memory.current") or 0)))
+    found = list[tuple[int, int]]()
+    kinds = {
+        "": (Path("/sys/fs/cgroup"), "memory.max", "memory.current"),  # cgroup v2
+        "memory": (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"),  # cgroup v1
+    }
+    for _, kind, group in (line.split(":", 2) for line in text_of(Path("/proc/self/cgroup")).splitlines()):
+        if kind in kinds:
+            place, limit, used = kinds[kind]
+            for folder in [own := place / group.lstrip("/"), *own.parents]:  # from the group of this process upwards
+                if folder.is_relative_to(place) and (text := text_of(folder / limit)).isdecimal():
+                    found.append((int(text), int(text_of(folder / used) or 0)))
     return found
 
 

@@ -21,10 +21,9 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-import psutil
-
 from dlscale.config.run import load_run
 from dlscale.core.errors import UserError, brief
+from dlscale.core.machine import free_memory
 from dlscale.core.noise import interval
 from dlscale.core.text import duration
 from dlscale.extensions.headroom import replay, scratch
@@ -165,7 +164,7 @@ class ProgramCopy:
         contained: bool = False,
         scratch: str | None = None,
     ) -> None:
-        limit = int(MEMORY * psutil.virtual_memory().available)
+        limit = int(MEMORY * free_memory())
         own = watched(steps, {**environment, REPLAY: f"{count} {limit}"}, contained)
         try:
             self._process = KeptProgram(command, folder, own, out, subprocess.DEVNULL, session=True, scratch=scratch)

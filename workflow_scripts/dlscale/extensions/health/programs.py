@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import psutil
 
-from dlscale.core.files import open_regular
+from dlscale.core import files, machine
 from dlscale.extensions.health.noted import NAME
 from dlscale.extensions.health.records import (
     BETWEEN,
@@ -63,13 +63,16 @@ def write_health(folder: Path, processes: Sequence[Process], training: Sequence[
     training
         Iterators of the training loaders of each process.
     """
-    found = list[ProcessHealth]()
+    found, memory = (
+        list[ProcessHealth](),
+        min([psutil.virtual_memory().total, *(limit for limit, _ in machine.job_limits())]),
+    )
     for process, iterators in zip(processes, training, strict=True):
         share = sum(each.host == process.host for each in processes)
         with contextlib.suppress(OSError):  # a process without notes
             file = folder / f"{NAME}.{process.host}.{process.pid}"
-            with open(file, "rb", opener=open_regular) as lines:
-                found.append(read_process(lines, process, iterators, psutil.virtual_memory().total // share))
+            with open(file, "rb", opener=files.open_regular) as lines:
+                found.append(read_process(lines, process, iterators, memory // share))
     if found:
         Health(processes=found).write(folder.with_name(FILE))
 

@@ -82,8 +82,9 @@ STEP = r"(?:its?|iter(?:ation)?s?|steps?|(?:mini-?)?batch(?:es)?|updates?)"
 SAMPLE = r"(?:samples?|images?|im|ims|imgs?|ex|examples?|items?|rows?|records?|seqs?|sequences?)"
 #: Nouns of rates that count neither steps nor samples.
 OTHER = re.compile(
-    r"ep(?:och|isode)?s?|[kmg]?(?:tok(?:en)?|(?:sub)?word|char(?:acter)?|frame|pixel|op)s?|[kmgtp]?i?b(?:ytes?|its?)?"
-    r"|[kmgtp]?flops?",
+    r"ep(?:och|isode)?s?|[kmg]?(?:(?:sub)?(?:tok(?:en)?|word)|char(?:acter)?|frame|(?:mega|giga)?pixel|voxel|op)s?"
+    r"|[kmgtp]?i?b(?:ytes?|its?)?|[kmgtp]?flops?"
+    r"|(?:atom|residue|base|node|edge|transition|eval(?:uation)?|second|sec|minute|hour|day)s?",
     re.IGNORECASE,
 )
 #: A rate (`it/s`, `steps_per_second`), a duration (`ms/step`), or a short name: `ups` (updates/s), names of rates of
@@ -120,12 +121,16 @@ NO_RATE = re.compile(
     rf"|{TIME}{PER}\d+\s?[a-z]*[^a-z]*$|{PER}(?:epochs?|{STEP})[^a-z]*$",
     re.IGNORECASE,
 )
-#: Rates of one device or process, and of micro-batches: neither is a rate of the run's samples or steps.
+#: Rates of one device or process, of micro-batches, and of an environment's steps: none is a rate of the run's samples
+#: or steps.
 OF_DEVICE = re.compile(
     r"(?:/\s?|per[\s_-]?)(?:[gt]pu|device|rank|worker|chip|card|accelerator|core|proc(?:ess)?|node|gcd)(?![a-z]{2})",
     re.IGNORECASE,
 )
-MICRO = re.compile(r"micro[\s_-]?(?:batch|step)", re.IGNORECASE)
+MICRO = re.compile(
+    r"micro[\s_-]?(?:batch|step)|(?<![a-z])(?:env(?:ironment)?|agent|sim(?:ulat(?:or|ion))?)[\s_-]?steps?|timesteps?",
+    re.IGNORECASE,
+)
 #: Text between a unit and `/gpu` or `per device`.
 BEFORE_DEVICE = re.compile(r"[\s,]*[(\[]?\s?", re.IGNORECASE)
 #: Words for one step in the label of a duration.

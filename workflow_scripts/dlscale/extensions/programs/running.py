@@ -660,6 +660,9 @@ MAX_RATIO = 1.3
 #: Ratio of a log's rate and of the steps that were seen up to which no interval is compared.
 MAX_LOG_RATIO = 1.1
 
+#: Minimum fraction of the time in which validations matter for the comparison of these rates.
+MIN_VALIDATING = 0.02
+
 
 def _check_bars(run: Outcome, reading: Reading) -> None:
     """Refuse rates of several progress bars or phases that disagree, such as training and validation."""
@@ -708,7 +711,7 @@ def _check_log(
     if not certain and any(len(process.optimizers) > 1 for process in processes):
         return
     own = [stated, *([delivered] if delivered and certain and found.samples else [])]
-    if not any(_is_same_rate(found.rates, each.rates) for each in own):
+    if not any(_is_same_rate(found.rates, each.rates, _validating(each)) for each in own):
         unit = SAMPLE_RATE if found.samples else STEP_RATE
         logged, made = (number(interval(each.rates)[0]) for each in (found, own[-1]))
         raise UserError(
@@ -717,10 +720,21 @@ def _check_log(
         )
 
 
-def _is_same_rate(logged: Sequence[float], made: Sequence[float]) -> bool:
-    """Return whether two rates differ by at most 10 %, or by at most 30 % within their 95 % intervals."""
+def _validating(pace: seen.Pace) -> float:
+    """Return the fraction of the time of a program's steps and validations in which the program validates."""
+    other, trained = pace.pauses.get("other", 0.0), pace.training * (pace.end - pace.begin)
+    return other / max(other + trained, 1e-9)
+
+
+def _is_same_rate(logged: Sequence[float], made: Sequence[float], validating: float) -> bool:
+    """Return whether two rates differ by at most 10 %, or by at most 30 % within their 95 % intervals.
+
+    They also differ if the logged rate is nearer to the rate of steps and validations together.
+    """
     (one, reach), (other, around) = interval(logged), interval(made)
     most = max(one, other) / min(one, other)
+    if validating >= MIN_VALIDATING and one < other * (1 - validating / 2):
+        return False
     return most <= MAX_LOG_RATIO or (most <= MAX_RATIO and abs(one - other) <= reach + around)
 
 

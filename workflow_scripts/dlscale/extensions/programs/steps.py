@@ -74,7 +74,8 @@ class Process:
     steps: list[float] = field(default_factory=list)  #: End of each step.
     computed: list[float] = field(default_factory=list)  #: CPU seconds of all threads until the end of each step.
     loops: list[float] = field(default_factory=list)  #: Begin of each loop over `timed(loader)`; empty if unknown.
-    #: Batches: time of delivery, name of the loader's iterator, seconds waited, samples (0 if unknown).
+    #: Batches: time of delivery, name of the loader's iterator, seconds waited, samples (0: unknown; negative: length
+    #: of a short batch, see `with_short`).
     batches: list[tuple[float, str, float, int]] = field(default_factory=list)
     copies: dict[str, int] = field(default_factory=dict)  #: Processes that get an iterator's batches, if several.
     #: Threads in which steps ended; threads that fetched batches, by iterator.
@@ -240,7 +241,7 @@ def _seconds(text: str) -> float:
 
 def _samples_in(text: str) -> int:
     """Return the samples of a batch; 0 (unknown) if the program wrote an invalid value."""
-    return int(text) if text.isdecimal() and len(text) < 10 else 0
+    return int(text) if text.removeprefix("-").isdecimal() and len(text) < 10 else 0
 
 
 @dataclass(frozen=True)
@@ -254,6 +255,19 @@ class _Step:
     first: bool  #: Whether the step fetched an iterator's first batch, as at the begin of an epoch.
     alone: bool  #: Whether the step fetched no batch of another loader, and no batch of unknown size that matters.
     gap: float  #: Seconds from the step's begin until its first training batch was requested; 0 if unknown.
+
+
+def with_short(process: Process) -> Process:
+    """Return a process whose short batches, such as the last of each epoch, have their length as samples.
+
+    If fewer than the fraction MIN_SIZED of the training batches have a known size, lengths may be something else, such
+    as times, and the samples of short batches are unknown.
+    """
+    training = training_iterators(process)
+    sizes = [batch[3] for batch in process.batches if batch[1] in training]
+    sign = -1 if sum(size > 0 for size in sizes) >= MIN_SIZED * len(sizes) else 0
+    batches = [(*batch[:3], max(batch[3], sign * batch[3])) for batch in process.batches]
+    return replace(process, batches=batches) if min(sizes, default=0) < 0 else process
 
 
 def as_used(process: Process) -> Process:
@@ -512,7 +526,7 @@ def pace(processes: Sequence[Process], batch_size: int | None = None, apart: Seq
     `longest_training`).
     """
     first_step = min((time for each in processes for time in (each.steps[0], *sum(each.others, ()))), default=0.0)
-    processes = [as_used(process) for process in processes]
+    processes = [as_used(with_short(process)) for process in processes]
     if several := longest_training(processes):
         processes = [_in_training(process, several[0]) for process in processes]
     iterators, away = [training_iterators(process) for process in processes], [_away(each, apart) for each in processes]
@@ -744,7 +758,7 @@ def log_counts_other(points: Sequence[tuple[float, float]], process: Process) ->
     made = bisect.bisect_right(process.steps, end) - bisect.bisect_right(process.steps, begin)
     training = training_iterators(process)
     batches = [each for each in process.batches if begin < each[0] <= end and each[1] in training]
-    logged, samples = last - first, sum(each[3] for each in batches)
+    logged, samples = last - first, sum(abs(each[3]) for each in batches)
     many_samples = samples > 2 * len(batches) and abs(logged - samples) <= MAX_LOG_DIFFERENCE * samples
     few = logged < (1 - MAX_LOG_DIFFERENCE) * made / max(len(process.optimizers), 1) - 2
     # During gaps, steps are not noted.

@@ -111,7 +111,10 @@ class Log:
         return self._until != math.inf
 
     def batch(self, iterator: int, wait: float, samples: int) -> None:
-        """Note that an iterator delivered a batch now, after `wait` seconds; `samples` is 0 if unknown."""
+        """Note that an iterator delivered a batch now, after `wait` seconds.
+
+        `samples` is 0 if unknown, and negative if uncertain (see `short_of`).
+        """
         now = self.fetched = clock()
         if now >= self._until:
             self._notes.append((get_ident(), now, iterator, wait, samples))
@@ -272,6 +275,18 @@ def samples_of(batch: Any, size: int) -> int:
         return 0
 
 
+def short_of(batch: Any, size: int) -> int:
+    """Return minus the common length of the arrays and lists in a short batch, such as an epoch's last; otherwise 0.
+
+    The length is the number of samples only if most batches of the loader have `size` samples.
+    """
+    try:
+        lengths = {_length(part) for part in ([batch] if hasattr(batch, "shape") else _parts(batch))} - {0}
+        return -lengths.pop() if len(lengths) == 1 and is_short(batch, size) else 0
+    except Exception:
+        return 0
+
+
 def is_several(batch: Any) -> bool:
     """Return whether a batch of one item may have several samples.
 
@@ -403,7 +418,7 @@ def _noted(batches: Iterator[Any], size: int) -> Iterator[Any]:
         except StopIteration:
             return
         wait = clock() - begin
-        LOG.batch(0, wait, samples_of(batch, size) if size else 0)
+        LOG.batch(0, wait, (samples_of(batch, size) or short_of(batch, size)) if size else 0)
         yield batch
         LOG.step()
 

@@ -166,7 +166,7 @@ class Watcher:
 
     def _loaders(self, module: Any) -> None:
         clock, samples_of, iterator = self._timed.clock, self._timed.samples_of, module._BaseDataLoaderIter
-        is_short, is_several = self._timed.is_short, self._timed.is_several
+        is_short, is_several, short_of = self._timed.is_short, self._timed.is_several, self._timed.short_of
         original, next_index, reset = iterator.__next__, iterator._next_index, iterator._reset
         log, note, numbers = self._log, self._log.batch, itertools.count()
 
@@ -217,7 +217,8 @@ class Watcher:
                     if short or (own["_dlscale_largest"] == 1 and is_several(batch)):
                         samples = 0
                 else:
-                    samples = samples_of(batch, own.get("_dlscale_size", 0))
+                    size = own.get("_dlscale_size", 0)
+                    samples = samples_of(batch, size) or short_of(batch, size)
                 note(own["_dlscale_number"], wait, samples)
             except Exception as error:
                 log.stop(error)
