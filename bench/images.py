@@ -149,7 +149,7 @@ def ours(stack: ExitStack, samples: dict[str, Images], source: dict[str, str]) -
 
 def images(options: Options) -> list[Row]:
     """Measure the loading of training samples from JPEGs and from decoded images."""
-    source = write(options.folder, 64 if options.quick else 128)
+    source = write(options.folder, 64 if options.quick else 256)
     samples = {form: packed(source, form, options.folder) for form in ("encoded", "decoded")}
     with ExitStack() as stack:
         found = in_turns(

@@ -105,13 +105,21 @@ def summary(rows: list[Row]) -> str:
     return f"{len(targets)} targets: {len(targets) - len(short)} pass, {len(short)} short{names}"
 
 
+#: Seconds between two measurements.
+PAUSE_S = 0.3
+
+
 def in_turns(repetitions: int, contestants: Mapping[str, Callable[[], float]]) -> dict[str, list[float]]:
-    """Call every contestant once as a warm-up, then repeat turns; return the measurements by contestant."""
+    """Call every contestant once as a warm-up, then repeat turns; return the measurements by contestant.
+
+    A pause before each measurement lets loaders finish the batches that they prepare after their own measurement.
+    """
     for contestant in contestants.values():
         contestant()
     found: dict[str, list[float]] = {name: [] for name in contestants}
     for _ in range(repetitions):
         for name, contestant in contestants.items():
+            time.sleep(PAUSE_S)
             found[name].append(contestant())
     return found
 
