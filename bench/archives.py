@@ -2,14 +2,18 @@
 
 The archive has one array per variable and one chunk per state, compressed by Blosc (LZ4, level 5, shuffled bytes), as
 in ARCO-ERA5. Its values are smooth fields with 16 bits per number, as in ERA5's GRIB files. The reader of the archive
-is the tutorial's dataset with `zarr` instead of `h5py`, in processes of PyTorch's DataLoader.
+is the tutorial's dataset with `zarr` instead of `h5py`, in processes of PyTorch's DataLoader. Another reader
+decompresses on a GPU; it needs CUDA, CuPy, kvikio and nvCOMP, and has never run.
 """
 
 from __future__ import annotations
 
+import asyncio
 import statistics
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +24,8 @@ import torch
 import zarr
 from numpy.typing import NDArray
 from torch.nn import functional as F
-from zarr.codecs import BloscCodec, BloscShuffle
+from zarr.buffer import gpu
+from zarr.codecs import BloscCodec, BloscShuffle, ZstdCodec
 
 from bench import published
 from bench.loading import (
@@ -43,6 +48,8 @@ from dlscale.extensions.era5_vit.era5.samples import Pairs
 
 #: Minimum ratio of the speed of `direct` to the archive's reader with its best number of workers.
 TARGET = 3.0
+#: Reader that decompresses on a GPU. It has never run.
+ON_GPU = "Zarr v3 with Zstd, decompressed on a GPU"
 
 
 def state(time: int) -> NDArray[np.float32]:
@@ -96,6 +103,52 @@ def write(folder: Path, times: int) -> dict[str, Path]:
     return paths
 
 
+def gpu_reader(archive: Path, copy: Path, device: str = "cuda") -> Callable[[Sequence[int]], torch.Tensor]:
+    """Return a function that reads states by time, [time, channel, row, column], and decompresses them on a GPU.
+
+    kvikio reads chunks into zarr's GPU buffers (https://docs.rapids.ai/api/kvikio/stable/zarr). zarr would decompress
+    them on the host (https://zarr.readthedocs.io/en/stable/user-guide/gpu), so nvCOMP decompresses all chunks of a call
+    (https://docs.nvidia.com/cuda/nvcomp/py_api.html). nvCOMP cannot read Blosc: `copy` is the archive with Zstd.
+    """
+    _, kvikio, nvcomp = (import_module(name) for name in ("cupy", "kvikio.zarr", "nvidia.nvcomp"))
+    names = [f"channel{channel}" for channel in range(CHANNELS_ERA5)]
+    for name in names:
+        values = np.asarray(zarr.open_array(archive, path=name, mode="r")[:])
+        zarr.create_array(copy, name=name, data=values, chunks=(1, ROWS, COLUMNS), compressors=ZstdCodec())
+    store = kvikio.GDSStore(copy, read_only=True)
+    codec = nvcomp.Codec(algorithm="Zstd", bitstream_kind=nvcomp.BitstreamKind.RAW)
+
+    async def chunks(times: Sequence[int]) -> list[Any]:
+        keys = [f"{name}/c/{row}/0/0" for row in times for name in names]
+        return await asyncio.gather(*(store.get(key, gpu.buffer_prototype) for key in keys))
+
+    def read(times: Sequence[int]) -> torch.Tensor:
+        found = codec.decode(nvcomp.as_arrays([chunk.as_array_like() for chunk in asyncio.run(chunks(times))]))
+        fields = [torch.as_tensor(each, device=device).view(torch.float32) for each in found]
+        return torch.stack(fields).view(-1, CHANNELS_ERA5, ROWS, COLUMNS)
+
+    return read
+
+
+def gpu_rate(archive: Path, copy: Path, scaling: Sequence[NDArray[Any]], count: int) -> Contestants:
+    """Return the reader that decompresses on a GPU; empty without CUDA or one of the packages."""
+    try:
+        torch.cuda.init()
+        read, (means, stds) = gpu_reader(archive, copy), (torch.as_tensor(each, device="cuda") for each in scaling)
+    except (ImportError, RuntimeError, AssertionError) as error:
+        print(f"skipped: {ON_GPU}: {error}; needs CUDA; pip install cupy-cuda12x kvikio-cu12 nvidia-nvcomp-cu12")
+        return {}
+
+    def measure() -> float:
+        start = time.perf_counter()
+        for first in range(0, count, 4):
+            read([row for index in range(first, first + 4) for row in (index, index + 1)]).sub_(means).div_(stds)
+        torch.cuda.synchronize()
+        return count / (time.perf_counter() - start)
+
+    return {ON_GPU: measure}
+
+
 def cores(action: Callable[[], float], samples: int, used: list[float]) -> Callable[[], float]:
     """Return a function that calls `action` and appends to `used` the processor seconds of all processes per sample."""
 
@@ -120,10 +173,6 @@ def archives(options: Options) -> list[Row]:
     means, stds = (
         np.full((CHANNELS_ERA5, 1, 1), getattr(field.transforms[0], key), np.float32) for key in ("offset", "scale")
     )
-    stored = {
-        name: sum(file.stat().st_size for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file())
-        for name, path in paths.items()
-    }
     names = {workers: f"Zarr v3, {workers} workers" for workers in WORKERS}
     with ExitStack() as stack:
         contestants: Contestants = {
@@ -134,10 +183,16 @@ def archives(options: Options) -> list[Row]:
             settings = PairSamples(kind="pairs", train=count)
             samples = Pairs(manifest(paths[name], "era5", [field]), "train", settings, seed=0)
             contestants[f"direct, {name}"] = rate(stack, direct_of(samples, 4))
+        paths[ON_GPU] = options.folder / "zstd.zarr"
+        contestants |= gpu_rate(paths["archive"], paths[ON_GPU], (means, stds), count)
         used: dict[str, list[float]] = {name: [] for name in contestants}
         found = in_turns(
             options.repetitions, {name: cores(each, count, used[name]) for name, each in contestants.items()}
         )
+    stored = {
+        name: sum(file.stat().st_size for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file())
+        for name, path in paths.items()
+    }
     best = best_of([found[name] for name in names.values()])
     fastest = next(name for name in names.values() if found[name] is best)
     rows = []

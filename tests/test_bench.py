@@ -11,11 +11,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from zarr.core.buffer import Buffer, default_buffer_prototype
+from zarr.storage import LocalStore
 
 from bench import archives, packed, published, training
 from bench.cases import Case
@@ -65,6 +68,42 @@ def test_the_archive_has_the_values_of_the_published_layout(tmp_path: Path) -> N
     ours = archives.Archive(paths["archive"], *numbers, 1)[0]
     theirs = published.Pairs(paths["published"], *numbers, 1)[0]
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)) and not torch.equal(*ours)
+
+
+def test_the_reader_on_a_gpu_reads_the_archives_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Stand-ins of kvikio and nvCOMP read and decompress on the CPU. Without a package, the reader is left out."""
+    zstd = importlib.import_module("numcodecs").Zstd()
+
+    class Store(LocalStore):
+        async def get(self, key: str, *_: Any) -> Buffer | None:
+            return await super().get(key, default_buffer_prototype())
+
+    class Codec:
+        def __init__(self, **settings: str) -> None:
+            assert settings == {"algorithm": "Zstd", "bitstream_kind": "raw"}
+
+        def decode(self, chunks: list[Any]) -> list[Any]:
+            return [np.frombuffer(zstd.decode(chunk), np.int8).copy() for chunk in chunks]
+
+    stand_ins: dict[str, dict[str, Any]] = {
+        "cupy": {},
+        "kvikio": {},
+        "kvikio.zarr": {"GDSStore": Store},
+        "nvidia": {},
+        "nvidia.nvcomp": {"Codec": Codec, "BitstreamKind": SimpleNamespace(RAW="raw"), "as_arrays": list},
+    }
+    for name, content in stand_ins.items():
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**content))
+    archive = archives.write(tmp_path, 3)["archive"]
+    states = archives.gpu_reader(archive, tmp_path / "zstd.zarr", "cpu")
+    assert torch.equal(states([2, 0]), torch.as_tensor(np.stack([archives.state(2), archives.state(0)])))
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setitem(sys.modules, "nvidia.nvcomp", None)
+    assert archives.gpu_rate(archive, tmp_path / "none.zarr", (), 1) == {}
+    printed = capsys.readouterr().out
+    assert printed.startswith("skipped: Zarr v3 with Zstd, decompressed on a GPU: ") and "nvidia.nvcomp" in printed
 
 
 @pytest.mark.slow

@@ -29,6 +29,7 @@ from dlscale.extensions.programs.printed import rate_of
 from dlscale.extensions.programs.settings import Words
 from dlscale.launch import launcher
 from dlscale.measure.records import Throughput
+from dlscale.report.published import speeds_of, values
 from tests.conftest import ROOT, stage
 from tests.workflow.conftest import copy_tree
 
@@ -81,19 +82,37 @@ def test_a_plan_pairs_the_documents_command_with_a_run_of_equal_settings(plan: s
     )
 
 
-def test_the_program_with_transformer_engine_runs_next_to_tensor_parallel_layers() -> None:
-    """SC25's command on 16 GPUs, and dlscale's run with the settings of `mp_short`; both split layers over 4 GPUs."""
-    found = runs("era5_published_program_te")
+@pytest.mark.parametrize(("tp", "cp", "order"), [(4, 1, "tp-cp-dp"), (1, 4, "cp-tp-dp"), (2, 4, "cp-tp-dp")])
+def test_the_program_with_transformer_engine_runs_next_to_the_same_mesh(tp: int, cp: int, order: str) -> None:
+    """SC25's commands on 16 GPUs, and dlscale's run with the settings of `mp_short`.
+
+    The program names its folder after the tp × cp GPUs that share a model.
+    """
+    mesh = {"tp": tp, "cp": cp, "order": order}
+    found = runs("era5_published_program_te", {"geometry": mesh})
     program = found["program"].program
     assert program
     words = Words(program, "OUT")
-    assert " ".join(words.command) == "python train_mp.py --config=mp_te_short --tensor_parallel=4"
-    assert words.log == "/logs/mp_te_short/4MP/00/logs"
+    options = f"--tensor_parallel={tp} --context_parallel={cp} --parallel_order={order}"
+    assert " ".join(words.command) == f"python train_mp.py --config=mp_te_short {options}"
+    assert words.log == f"/logs/mp_te_short/{tp * cp}MP/00/logs"
     settings, ours = (each.model_dump(exclude={"program", "label"}) for each in found.values())
     published = resolve.load({"targets": ["era5_published_sc25"]}).plans["era5_published_sc25"]["mp_short"].run
     like = published.model_dump(exclude={"program", "label"})
-    like["geometry"] |= {"nodes": 4, "gpus_per_node": 4, "tp": 4}
+    like["geometry"] |= {"nodes": 4, "gpus_per_node": 4, **mesh}
     assert settings == ours == like
+
+
+def test_the_program_with_transformer_engine_has_its_published_figures() -> None:
+    """SC25's speed and losses are of full epochs, so the short run is only like that run; its memory is the same."""
+    run = ("era5_published_program_te", "program")
+    figures = resolve.study_files()["era5_vit"].published
+    assert [figure.speed for figure in speeds_of(figures, *run)] == [156.8]
+    assert [figure.value for figure in values(figures, *run, "memory")] == [21.3]
+    named = [figure for figure in figures if ".".join(run) in (*figure.runs, *figure.like)]
+    metrics = ["", "memory", "train_loss", "valid_loss", "validation_time"]
+    assert [figure.metric for figure in named] == metrics
+    assert named == [figure for figure in figures if "Transformer Engine" in figure.label]
 
 
 def test_rates_are_read_from_the_documents_output() -> None:

@@ -367,7 +367,12 @@ def settings_of(run: Any) -> dict[str, Any]:
     """Return the values of a run's placeholders by name, without the placeholders in `program.values`."""
     found = flat(run.model_dump(mode="json", exclude={"program"}))
     found |= {name: found[key] for name, key in SHORT.items() if key in found}
-    return {**found, "gpus": run.geometry.world_size, "local_batch_size": run.local_batch_size}
+    return {
+        **found,
+        "gpus": run.geometry.world_size,
+        "model_gpus": run.geometry.model_size,
+        "local_batch_size": run.local_batch_size,
+    }
 
 
 def _script(command: list[str]) -> str | None:
