@@ -142,7 +142,9 @@ def gpu_rate(archive: Path, copy: Path, scaling: Sequence[NDArray[Any]], count: 
     def measure() -> float:
         start = time.perf_counter()
         for first in range(0, count, 4):
-            read([row for index in range(first, first + 4) for row in (index, index + 1)]).sub_(means).div_(stds)
+            read([row for index in range(first, min(first + 4, count)) for row in (index, index + 1)]).sub_(means).div_(
+                stds
+            )
         torch.cuda.synchronize()
         return count / (time.perf_counter() - start)
 

@@ -625,8 +625,8 @@ MUTATIONS = [
     Mutation(
         "image_not_mirrored",
         "extensions/imagenet_resnet50/imagenet/samples.py",
-        "pixels[:, ::-1] if chosen.flip[number] else pixels",
-        "pixels",
+        "bool(chosen.flip[number])",
+        "False",
         "test_imagenet.py::test_training_samples_are_resized_crops",
     ),
     Mutation(

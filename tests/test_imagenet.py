@@ -477,7 +477,7 @@ JPEGS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("kind", JPEGS)
 def test_part_of_a_jpeg_equals_pillow(kind: str) -> None:
-    """`jpeg.part` returns the pixels that Pillow returns for the complete image, in several threads."""
+    """`jpeg.decode_box` returns the pixels that Pillow returns for the complete image, in several threads."""
     pytest.importorskip("nvidia.nvimgcodec", reason="nvImageCodec is not installed: pip install 'dlscale[dali]'")
     mode, options = JPEGS[kind]
     saved = io.BytesIO()
@@ -490,7 +490,7 @@ def test_part_of_a_jpeg_equals_pillow(kind: str) -> None:
     def compare(number: int) -> None:
         rows, columns = (int(rng.integers(1, edge + 1)) for edge in truth.shape[:2])
         top, left = int(rng.integers(truth.shape[0] - rows + 1)), int(rng.integers(truth.shape[1] - columns + 1))
-        part = jpeg.part(file, (top, left, rows, columns))
+        part = jpeg.decode_box(file, (top, left, rows, columns))
         assert part is not None
         assert np.array_equal(part, truth[top : top + rows, left : left + columns]), (top, left, rows, columns)
 
@@ -502,7 +502,7 @@ def test_other_and_damaged_files_are_left_to_pillow() -> None:
     image, saved = Image.open(io.BytesIO(photograph(1))), io.BytesIO()
     image.save(saved, "PNG")
     for file in (saved.getvalue(), photograph(1)[:30_000], bytes(1000), b""):
-        assert jpeg.part(np.frombuffer(file, np.uint8), (0, 0, 300, 300)) is None
+        assert jpeg.decode_box(np.frombuffer(file, np.uint8), (0, 0, 300, 300)) is None
 
 
 def test_samples_are_the_same_without_nvimagecodec(
@@ -516,6 +516,18 @@ def test_samples_are_the_same_without_nvimagecodec(
         with monkeypatch.context() as patch:
             patch.setattr(jpeg, "nvimgcodec", None)
             assert all(np.array_equal(read.read(1, index)[0], x) for index, x in enumerate(found))
+
+
+def test_an_index_with_larger_images_is_refused(
+    tmp_path: Path, folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pack whose index states larger images than it has gives one message, instead of values of other memory."""
+    read = samples(make_dataset(tmp_path / "data", settings(folders)), "valid")
+    read.packs[0].index[:, 2:] += 100
+    for installed in (jpeg.nvimgcodec, None):
+        monkeypatch.setattr(jpeg, "nvimgcodec", installed)
+        with pytest.raises(UserError, match="image 0 is smaller than the index states; the pack is damaged: delete it"):
+            read.read(0, 0)
 
 
 @pytest.mark.parametrize("form", ["encoded", "decoded"])

@@ -39,7 +39,7 @@ from dlscale.train import around, memory
 from dlscale.train.build import build_step, open_session
 from dlscale.train.memory import FakeStep
 from dlscale.train.step import Step
-from tests.conftest import ROOT, variables
+from tests.conftest import ROOT
 from tests.ranks import spawn
 from tests.test_counting import tiny_run
 from tests.test_ddp import as_rank
@@ -480,13 +480,3 @@ def test_a_limit_while_libraries_are_loaded(room: int, tmp_path: Path, cosmo_dat
     assert done.returncode == 2, done.stderr
     assert re.match("dlscale throughput: .*memory", done.stderr.splitlines()[-1])
     assert "Traceback" not in done.stderr and "a defect" not in done.stderr
-
-
-def test_no_memory_at_the_start() -> None:
-    """Without memory for the first libraries, dlscale ends with one line."""
-    program = (
-        "import resource, runpy, psutil; used = psutil.Process().memory_info().vms;"
-        "resource.setrlimit(resource.RLIMIT_AS, 2 * [used + 2**21]); runpy.run_module('dlscale', run_name='__main__')"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=variables(), timeout=120)
-    assert done.returncode == 1 and re.fullmatch(r"dlscale cannot load its libraries \(.*\).*\n", done.stderr)

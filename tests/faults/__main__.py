@@ -254,7 +254,8 @@ def _defect(said: str) -> str:
     for found in re.finditer(
         r"Traceback \(most(?:(?!\nTraceback \(most).)*|[^\n]*a defect of dlscale[^\n]*", said, re.DOTALL
     ):
-        if 'train.py", line' not in found[0]:
+        # A process without memory for its first modules ends with Python's own message.
+        if 'train.py", line' not in found[0] and not found[0].rstrip().endswith("\nMemoryError"):
             return found[0]
     return ""
 

@@ -40,6 +40,8 @@ from dlscale.extensions.crate.crate import _read_citation
 from dlscale.extensions.era5_vit.era5.zarr import acquire
 from dlscale.extensions.imagenet_resnet50.imagenet.folder import pictures
 from dlscale.extensions.imagenet_resnet50.imagenet.pack import Pack, write_pack
+from dlscale.extensions.imagenet_resnet50.imagenet.resize import resize
+from dlscale.extensions.imagenet_resnet50.imagenet.samples import _pixels
 from dlscale.extensions.logs import imports
 from dlscale.extensions.nsys.nsys import of_report
 from dlscale.extensions.predict import analytic, model
@@ -148,6 +150,8 @@ def pack(folder: Path) -> None:
     opened = Pack(folder / "pack.h5")
     for row in range(len(opened.labels)):
         opened.image(row)
+        height, width = opened.index[row, 2:].tolist()
+        resize(*_pixels(opened, row, (0, 0, height, width)), (8, 8), (0, 0), False, np.empty((3, 8, 8), np.uint8))
 
 
 def paired(kind: str, form: str, keys: tuple[str, str], suffix: str) -> Read:

@@ -634,9 +634,13 @@ def test_a_fingerprint_contains_exactly_the_imported_modules(
         *(settings.__module__ for settings in registry.loader_settings()),
         *reachable(["waves"], whole=True),
         # Settings of programs, which the settings of a run contain; the self-test before the first step; the watch on
-        # memory, which changes no result.
+        # memory, which changes no result; the watchdog's texts, which are loaded if a step takes seconds.
         *reachable(
-            [module for name in ("Program", "self_test", "watch_training") for module in registry.provider(name)],
+            [
+                module
+                for name in ("Program", "self_test", "watch_training", "waiting_place")
+                for module in registry.provider(name)
+            ],
             whole=True,
         ),
     }

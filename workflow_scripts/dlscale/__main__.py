@@ -8,8 +8,8 @@ def main() -> int:
     """Run one command or stage in this process, and return its exit status."""
     from dlscale.core import interrupt
 
-    # Jobs have --log; there, Snakemake prints the message.
-    name = "" if "--log" in sys.argv else " ".join(["dlscale", *(word for word in sys.argv[1:2] if word[:1] != "-")])
+    name = f"dlscale {sys.argv[1]}" if sys.argv[1:] and not sys.argv[1].startswith("-") else "dlscale"
+    name = "" if "--log" in sys.argv else name  # jobs have --log; there, Snakemake prints the message
     interrupt.end_at_once(name)
     import gc
 
@@ -27,7 +27,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except (MemoryError, ImportError) as error:
-        sys.exit(f"dlscale cannot load its libraries ({error!r}). Close other programs, or install dlscale again")
+    sys.exit(main())

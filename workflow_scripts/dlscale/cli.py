@@ -267,17 +267,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, BrokenPipeError) and args.stage not in STAGES:  # such as `... | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python still flushes it at exit
             return 128 + signal.SIGPIPE  # the status that a shell reports for a closed pipe
-        if isinstance(expected := error if isinstance(error, UserError) else translate_error(error, ""), UserError):
+        expected = translate_error(error, "") if isinstance(error, OSError) else error
+        if isinstance(expected, UserError):
             return _fail(terminal, name, USER_ERROR, str(expected).removeprefix(": "))
+        # The system's loader reports an ImportError if a library finds no memory.
+        if isinstance(error, MemoryError) or "failed to map segment" in str(error):
+            return _fail(
+                *(terminal, name, USER_ERROR),
+                f"too little memory ({error!r:.300}); close other programs, or request more memory (sbatch --mem)",
+            )
         traceback.print_exc(file=sys.stderr)
         if mistake := registry.mistake(error):
             return _fail(terminal, name, USER_ERROR, mistake)
         outside = "".join(f"the study {name} or of " for name in registry.added())
+        where = f"; see the traceback in the log {args.log}" if args.log else ""
         what = redact(f"{type(error).__name__}: {error}") + (
             ". A network's `forward` gets one argument: a tensor, a tuple or a dict" * (".forward() " in str(error))
-            + f"; see the traceback in the log {args.log}" * bool(args.log)
         )
-        return _fail(terminal, name, DEFECT, f"a defect of {outside}dlscale: {what}")
+        return _fail(terminal, name, DEFECT, f"a defect of {outside}dlscale: {what}{where}")
 
 
 def _run(args: argparse.Namespace) -> int:

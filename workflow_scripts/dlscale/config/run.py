@@ -495,8 +495,9 @@ class Tune(Strict):
 
 def loader_classes() -> dict[str, type[Component]]:
     """Return the settings of all loaders by kind."""
-    classes = registry.load("dlscale.data.loaders").LOADERS
-    return {each.model_fields["kind"].annotation.__args__[0]: each for each in classes}
+    return {
+        each.model_fields["kind"].annotation.__args__[0]: each for each in registry.load("dlscale.data.loaders").LOADERS
+    }
 
 
 Precision = Literal[

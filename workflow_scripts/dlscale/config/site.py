@@ -67,8 +67,8 @@ class Limits(Strict):
     )
     between: Annotated[Seconds, Field(ge=5)] = Field(
         600.0,
-        description="Timeout, seconds, without progress between epochs, when results and checkpoints are written; a "
-        "third of the timeout while data are opened and code is compiled.",
+        description="Timeout, seconds, without progress between epochs, when results and checkpoints are written. "
+        "While data are opened and code is compiled, the timeout is three times as long, at most 30 minutes.",
     )
 
     def __str__(self) -> str:

@@ -66,12 +66,9 @@ def remove_left(parent: Path, stem: str, suffix: str = "") -> None:
                 remove(left)
 
 
-#: Error numbers of parts of messages, for libraries that give no error number. "unexpected pos" is in PyTorch's message
-#: about an incomplete write, "failed to map segment" in the loader's message about a library.
-TEXTS = {
-    **dict.fromkeys(("no space left", "quota exceeded", "file too large", "unexpected pos"), errno.ENOSPC),
-    **dict.fromkeys(("memoryerror", "failed to map segment", "cannot allocate memory", "bad_alloc"), errno.ENOMEM),
-}
+#: Parts of error messages about a full disk, for libraries that give no error number. "unexpected pos" is in PyTorch's
+#: message about an incomplete write.
+FULL = ("no space left", "quota exceeded", "file too large", "unexpected pos")
 
 #: Messages with problem and remedy, by error number.
 PROBLEMS = {
@@ -88,19 +85,19 @@ PROBLEMS = {
         "a file exists in place of a folder, or a folder in place of a file; move it away",
     ),
     errno.ENOENT: "no such file or directory",
-    errno.ENOMEM: "too little memory; close other programs, or request more memory (--mem of a Slurm job)",
     errno.ELOOP: "a link; expected a file or folder. Remove the link",
     errno.ENAMETOOLONG: "a name is too long for this file system",
 }
 
 
 def translate_error(error: Exception, path: str | os.PathLike[str]) -> Exception:
-    """Return a `UserError` for an error with a known cause (`PROBLEMS`), such as a full disk or too little memory.
+    """Return a `UserError` for an error with a known cause (`PROBLEMS`), such as a full disk or a missing file.
 
     Return other errors unchanged.
     """
-    texts, named = repr(error).lower(), getattr(error, "filename", None)
-    number = next((TEXTS[words] for words in TEXTS if words in texts), getattr(error, "errno", None))
+    number, named = getattr(error, "errno", None), getattr(error, "filename", None)
+    if any(words in str(error).lower() for words in FULL):
+        number = errno.ENOSPC
     if number not in PROBLEMS:
         return error
     if link := _dangling(named or path):

@@ -130,7 +130,10 @@ def command_output(words: list[str], seconds: float = 60.0) -> str | None:
 
 
 def job_limits() -> list[tuple[int, int]]:
-    """Return memory limit and memory use (bytes) of each control group that limits the memory of this process."""
+    """Return memory limit and memory use (bytes) of each control group that limits the memory of this process.
+
+    The use excludes files in memory that Linux can drop.
+    """
     found = list[tuple[int, int]]()
     kinds = {
         "": (Path("/sys/fs/cgroup"), "memory.max", "memory.current"),  # cgroup v2
@@ -141,7 +144,10 @@ def job_limits() -> list[tuple[int, int]]:
             place, limit, used = kinds[kind]
             for folder in [own := place / group.lstrip("/"), *own.parents]:  # from the group of this process upwards
                 if folder.is_relative_to(place) and (text := text_of(folder / limit)).isdecimal():
-                    found.append((int(text), int(text_of(folder / used) or 0)))
+                    caches = re.findall(
+                        r"^(?:total_)?inactive_file (\d+)$", text_of(folder / "memory.stat"), re.MULTILINE
+                    )
+                    found.append((int(text), int(text_of(folder / used) or 0) - int([0, *caches][-1])))
     return found
 
 

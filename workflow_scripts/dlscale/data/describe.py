@@ -86,8 +86,14 @@ def new_manifest(
     provenance: dict[str, Any] = {"settings": dataset.model_dump(mode="json")}
     raws = {raw.origin: Path(raw.origin) for raw in parts.raws(dataset).values() if "://" not in raw.origin}
     provenance["raws"] = {origin: stamp(path) for origin, path in raws.items() if path.is_file()}
-    rows = parts.kind_of(dataset).rows
-    return Manifest(kind=dataset.kind, rows=rows, fields=fields, splits=splits, provenance=provenance, folder=folder)
+    return Manifest(
+        kind=dataset.kind,
+        rows=parts.kind_of(dataset).rows,
+        fields=fields,
+        splits=splits,
+        provenance=provenance,
+        folder=folder,
+    )
 
 
 def describe_field(field: Field, moments: Moments) -> FieldInfo:

@@ -106,5 +106,4 @@ class Meter:
 
 def core_seconds() -> list[float]:
     """Return the processor time of all programs on each core since the machine started, seconds."""
-    times = psutil.cpu_times(percpu=True)
-    return [each.user + each.nice + each.system + each.irq + each.softirq for each in times]
+    return [each.user + each.nice + each.system + each.irq + each.softirq for each in psutil.cpu_times(percpu=True)]

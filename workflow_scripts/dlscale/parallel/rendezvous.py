@@ -6,7 +6,6 @@ import contextlib
 import datetime as dt
 import ipaddress
 import logging
-import math
 import os
 import re
 import signal
@@ -28,8 +27,8 @@ from dlscale.parallel.records import Device
 from dlscale.parallel.watchdog import Watchdog, is_gone
 from dlscale.parallel.world import Mesh, World
 
-#: Timeout of an exchange between ranks: longer than loading data or compiling takes. Time of one wait for other ranks.
-TIMEOUT, SLICE = dt.timedelta(minutes=30), dt.timedelta(seconds=2)
+#: Timeout of an exchange between ranks: longer than loading data or compiling takes.
+TIMEOUT = dt.timedelta(minutes=30)
 
 
 @contextlib.contextmanager
@@ -52,19 +51,21 @@ def join(geometry: Geometry, device: str) -> Iterator[World]:
     rank, size, local_rank = ranks()
     own = _device(geometry, kind, rank, size, local_rank)
     patience = dt.timedelta(seconds=limits.between) if limits else TIMEOUT
+    # PyTorch waits in C++, where Python's handler does not run. Let Ctrl-C end the process, unless it is ignored.
+    ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN if ignored else signal.SIG_DFL)
     store, names = _meet(geometry, rank, patience), {each: f"started/{each}" for each in range(size)}
     # If a process hangs before it joins, it has no heartbeat, and PyTorch would wait half an hour without naming it.
     store.set(names[rank], "")
-    for _ in range(math.ceil(patience / SLICE)):  # Python handles signals, such as Ctrl-C, only between two waits
-        with contextlib.suppress(RuntimeError):
-            store.wait([*names.values()], SLICE)
-            break
-    else:
+    try:
+        store.wait([*names.values()], patience)
+    except RuntimeError as error:
         raise PeerLost(
             f"process {', '.join(str(each) for each, name in names.items() if not store.check([name]))} of {size} did "
             f"not join in {patience.total_seconds():g} s{' (site.watchdog.between)' if limits else ''}: it "
             "hangs, was stopped, or is slow to start. This process also ends"
-        )
+        ) from error
+    signal.signal(signal.SIGINT, on_interrupt)
     with nccl_log() if kind == "cuda" and geometry.nodes > 1 else contextlib.nullcontext() as log:
         dist.init_process_group(
             "nccl" if kind == "cuda" else "gloo",

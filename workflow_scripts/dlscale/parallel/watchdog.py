@@ -34,7 +34,7 @@ BEAT = 1.0  #: Seconds between two heartbeats.
 #: Timeout of a range of a step (`core.ranges`), as a multiple of the longest recent range; at least `Limits.stuck` s.
 MAX_RANGE_RATIO = 10.0
 WINDOW = 200  #: Number of recent ranges, of which `MAX_RANGE_RATIO` uses the longest.
-GRACE_SECONDS = 1800.0  #: Time allowed without progress if no rank is behind.
+GRACE_SECONDS = 1800.0  #: Longest time allowed without progress; also if no rank is behind.
 REHEARSAL = 120.0  #: Seconds allowed without progress in the self-test, which may open thousands of connections.
 CONNECT = 300.0  #: Timeout of a connection to the store, seconds; thousands of processes connect at once.
 ANSWER = 25.0  #: Timeout of a request to the store, seconds.
@@ -275,7 +275,7 @@ class Watchdog:
             ranges.STEPS: max(self.limits.stuck, MAX_RANGE_RATIO * max(seen.longest for seen in self._seen)),
             ranges.BETWEEN: self.limits.between,
             ranges.REHEARSAL: REHEARSAL,
-            ranges.OPENING: 3 * self.limits.between,  # data are opened, and code is compiled
+            ranges.OPENING: min(GRACE_SECONDS, 3 * self.limits.between),
         }
         return max(seconds[self._seen[rank].kind] for rank in ranks)
 

@@ -101,20 +101,17 @@ def probe_space(folder: Path) -> Finding:
 def probe_clock(inputs: Iterable[str]) -> list[Finding]:
     """Refuse inputs of jobs that were written in the future.
 
-    After such a job, Snakemake would delete its outputs, because they are older than the input. A folder is as old as
-    Snakemake's file in it.
+    After such a job, Snakemake would delete its outputs, because they are older than the input. For
+    Snakemake, a folder is as old as a file in it.
     """
-    now, found = time.time(), ((Path(each, ".snakemake_timestamp"), Path(each)) for each in set(inputs))
-    paths = filter(None, (next(filter(Path.exists, each), None) for each in found))
-    late = {path: ahead for path in paths if (ahead := path.stat().st_mtime - now) > SKEW_S}
+    late = {
+        path: ahead
+        for path in map(Path, set(inputs))
+        for file in (path, path / ".snakemake_timestamp")
+        if file.exists() and (ahead := file.stat().st_mtime - time.time()) > SKEW_S
+    }
     if not late:
         return []
-    latest, folders = max(late, key=late.__getitem__), shlex.join(sorted({str(path.parent) for path in late}))
-    return [
-        Finding(
-            "clock",
-            "FAIL",
-            f"{latest}: written {duration(late[latest])} in the future",
-            f"correct the clock, then run: find {folders} -newermt now -exec touch {{}} +",
-        )
-    ]
+    latest, folders = max(late, key=late.__getitem__), {str(path if path.is_dir() else path.parent) for path in late}
+    remedy = f"correct the clock, then run: find {shlex.join(sorted(folders))} -newermt now -exec touch {{}} +"
+    return [Finding("clock", "FAIL", f"{latest}: written {duration(late[latest])} in the future", remedy)]

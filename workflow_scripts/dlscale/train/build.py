@@ -163,8 +163,9 @@ def _attention(model: Any, run: RunCore, world: World) -> Context:
         return contextlib.nullcontext
     heads, tokens, width = model.attention_shape
     shape = (-(-run.local_batch_size // run.accumulation_steps), heads // run.geometry.tp, tokens, width)
-    dtype = compute_dtype(run.arithmetic)
-    return attention_context(run.attention, shape, dtype, world.device, lambda kind: world.gather(kind)[0])
+    return attention_context(
+        run.attention, shape, compute_dtype(run.arithmetic), world.device, lambda kind: world.gather(kind)[0]
+    )
 
 
 def _each(loss: SampleLoss, study: str) -> SampleLoss:

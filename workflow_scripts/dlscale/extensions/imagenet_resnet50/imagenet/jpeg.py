@@ -19,11 +19,8 @@ try:
 except ImportError:  # Pillow decodes all images
     nvimgcodec = None
 
-#: nvImageCodec's number for "no GPU".
-NO_DEVICE = -99999
 
-
-def part(file: np.ndarray, box: Box) -> np.ndarray | None:
+def decode_box(file: np.ndarray, box: Box) -> np.ndarray | None:
     """Return the pixels of a box of a JPEG, RGB, uint8 [height, width, 3].
 
     Return None if nvImageCodec is missing, or if it cannot decode `file`, uint8 [bytes], as a JPEG.
@@ -48,5 +45,5 @@ def part(file: np.ndarray, box: Box) -> np.ndarray | None:
 def _decoder(process: int, thread: int) -> tuple[Any, Any]:
     """Return a thread's function that decodes on the CPU, and its settings."""
     backends = [nvimgcodec.Backend(nvimgcodec.CPU_ONLY)]
-    decoder = nvimgcodec.Decoder(NO_DEVICE, max_num_cpu_threads=1, backends=backends)
+    decoder = nvimgcodec.Decoder(nvimgcodec.NVIMGCODEC_DEVICE_CPU_ONLY, max_num_cpu_threads=1, backends=backends)
     return decoder.decode, nvimgcodec.DecodeParams(apply_exif_orientation=False)  # as Pillow

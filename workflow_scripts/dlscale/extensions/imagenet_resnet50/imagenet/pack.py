@@ -32,8 +32,6 @@ from PIL import Image
 from dlscale.core.errors import UserError, brief
 from dlscale.core.files import atomic_write, reading
 from dlscale.data import store
-from dlscale.extensions.imagenet_resnet50.imagenet import jpeg
-from dlscale.extensions.imagenet_resnet50.imagenet.resize import Box
 
 #: Formats that Pillow decodes itself. For other formats Pillow may start another program, such as Ghostscript for EPS.
 FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "TIFF", "BMP", "JPEG2000", "PPM")
@@ -82,15 +80,6 @@ class Pack:
         first, count, height, width = self.index[row].tolist()
         values = self.bytes[first : first + count]
         return values if self.form == "encoded" else values.reshape(height, width, 3)
-
-    def pixels(self, row: int, box: Box) -> tuple[np.ndarray, Box]:
-        """Return pixels that contain a box of an image, uint8 [H, W, 3], and the box in these pixels."""
-        stored = self.stored(row)
-        if self.form == "decoded":
-            return stored, box
-        if (part := jpeg.part(stored, box)) is not None:
-            return part, (0, 0, *box[2:])
-        return np.asarray(self.image(row)), box
 
     def image(self, row: int) -> Image.Image:
         """Return an image, RGB."""

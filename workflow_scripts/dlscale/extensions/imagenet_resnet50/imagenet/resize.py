@@ -20,7 +20,7 @@ STRIP = 32
 
 
 @numba.njit(nogil=True, cache=True)
-def _filter(extent, size, first, count):  # type: ignore[no-untyped-def]
+def _weights(extent, size, first, count):  # type: ignore[no-untyped-def]
     """Return the filter of pixels `first` to `first + count` of an edge of `extent` pixels, resized to `size` pixels.
 
     The result is the first source pixel of each pixel, int64 [count], the number of source pixels, int64 [count], and
@@ -46,7 +46,7 @@ def _filter(extent, size, first, count):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(nogil=True, cache=True)
-def _cut(flat, start, stride, rows, strip):  # type: ignore[no-untyped-def]
+def _load_strip(flat, start, stride, rows, strip):  # type: ignore[no-untyped-def]
     """Copy `rows` rows of an image, uint8 [values], into `strip` [values of a row, height], transposed."""
     for r in range(rows):
         source = flat[start + r * stride :]
@@ -55,7 +55,7 @@ def _cut(flat, start, stride, rows, strip):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(nogil=True, cache=True)
-def _across(strip, origin, filters, sums, narrow):  # type: ignore[no-untyped-def]
+def _filter_rows(strip, origin, filters, sums, narrow):  # type: ignore[no-untyped-def]
     """Filter a strip, whose first pixel is pixel `origin` of a row, into `narrow` [3, columns, height]."""
     begin, number, weights = filters
     height = strip.shape[1]
@@ -73,7 +73,7 @@ def _across(strip, origin, filters, sums, narrow):  # type: ignore[no-untyped-de
 
 
 @numba.njit(nogil=True, cache=True)
-def _back(narrow, flip, wide, row):  # type: ignore[no-untyped-def]
+def _store_strip(narrow, flip, wide, row):  # type: ignore[no-untyped-def]
     """Copy `narrow` [3, columns, height] to `wide` [3, rows, columns] from row `row` on; `flip` mirrors the rows."""
     columns, height = narrow.shape[1:]
     for c in range(3):
@@ -87,7 +87,7 @@ def _back(narrow, flip, wide, row):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(nogil=True, cache=True)
-def _down(wide, filters, sums, out):  # type: ignore[no-untyped-def]
+def _filter_columns(wide, filters, sums, out):  # type: ignore[no-untyped-def]
     """Filter the columns of `wide` [3, rows, columns] into `out` [3, filtered rows, columns]."""
     begin, number, weights = filters
     columns = out.shape[2]
@@ -104,25 +104,25 @@ def _down(wide, filters, sums, out):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(nogil=True, cache=True)
-def _resize(flat, stride, box, shape, corner, flip, out, step):  # type: ignore[no-untyped-def]
-    """Resize as `resize`, in strips of `step` rows.
+def _resize(flat, stride, box, shape, corner, flip, out, rows_at_once):  # type: ignore[no-untyped-def]
+    """Resize as `resize`, in strips of `rows_at_once` rows.
 
-    `flat` are the image's values, uint8 [H * stride]; a row has `stride` values. `step` is an argument, because the
-    compiler unrolls loops with a constant length instead of vectorizing them.
+    `flat` are the image's values, uint8 [H * stride]; a row has `stride` values. `rows_at_once` is an argument, because
+    the compiler unrolls loops with a constant length instead of vectorizing them.
     """
     top, left, height, width = box
     rows, columns = out.shape[1:]
-    vertical, horizontal = _filter(height, shape[0], corner[0], rows), _filter(width, shape[1], corner[1], columns)
+    vertical, horizontal = _weights(height, shape[0], corner[0], rows), _weights(width, shape[1], corner[1], columns)
     first, last = vertical[0][0], vertical[0][-1] + vertical[1][-1]
     origin, end = horizontal[0][0], horizontal[0][-1] + horizontal[1][-1]
-    strip, sums = np.zeros((3 * (end - origin), step), np.uint8), np.empty(max(step, columns), np.int32)
-    narrow = np.empty((3, columns, step), np.uint8)
-    wide = np.empty((3, last - first + step, columns), np.uint8)
-    for row in range(first, last, step):
-        _cut(flat, (top + row) * stride + 3 * (left + origin), stride, min(step, last - row), strip)
-        _across(strip, origin, horizontal, sums, narrow)
-        _back(narrow, flip, wide, row - first)
-    _down(wide, vertical, sums, out)
+    strip, sums = np.zeros((3 * (end - origin), rows_at_once), np.uint8), np.empty(max(rows_at_once, columns), np.int32)
+    narrow = np.empty((3, columns, rows_at_once), np.uint8)
+    wide = np.empty((3, last - first + rows_at_once, columns), np.uint8)
+    for row in range(first, last, rows_at_once):
+        _load_strip(flat, (top + row) * stride + 3 * (left + origin), stride, min(rows_at_once, last - row), strip)
+        _filter_rows(strip, origin, horizontal, sums, narrow)
+        _store_strip(narrow, flip, wide, row - first)
+    _filter_columns(wide, vertical, sums, out)
 
 
 def resize(
@@ -140,7 +140,7 @@ def resize(
     pixels
         Image, uint8 [H, W, 3], contiguous.
     box
-        The box.
+        The box; it must lie within the image, because compiled code does not check its reads.
     shape, corner
         Height and width of the resized box; top and left of the window in it.
     flip

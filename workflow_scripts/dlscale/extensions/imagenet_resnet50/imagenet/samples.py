@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from dlscale.core.errors import UserError
 from dlscale.data import sampling
 from dlscale.data.manifest import Manifest
 from dlscale.data.samples import ArraySpec, CroppedImages, ImageWindows
 from dlscale.data.sampling import Visits
+from dlscale.extensions.imagenet_resnet50.imagenet import jpeg
 from dlscale.extensions.imagenet_resnet50.imagenet.pack import Pack, short_edge
-from dlscale.extensions.imagenet_resnet50.imagenet.resize import resize
+from dlscale.extensions.imagenet_resnet50.imagenet.resize import Box, resize
 
 if TYPE_CHECKING:
     from dlscale.extensions.imagenet_resnet50.imagenet.kind import ImageSamples
@@ -129,8 +131,24 @@ class Images(CroppedImages):
         places = chosen.corner, chosen.extent, chosen.resized, chosen.start
         (top, left), (height, width), shape, start = (each[number].tolist() for each in places)
         # Cut out the crop before resizing, so that pixels around the crop do not blend into its edges.
-        pixels, box = self.packs[pack].pixels(row, (top, left, height, width))
+        pixels, box = _pixels(self.packs[pack], row, (top, left, height, width))
         resize(pixels, box, tuple(shape), tuple(start), bool(chosen.flip[number]), out)
+
+
+def _pixels(pack: Pack, row: int, box: Box) -> tuple[np.ndarray, Box]:
+    """Return pixels that contain a box of an image, uint8 [H, W, 3], and the box in these pixels."""
+    stored = pack.stored(row)
+    if pack.form == "decoded":
+        return stored, box
+    if (part := jpeg.decode_box(stored, box)) is not None and part.shape[:2] == box[2:]:
+        return part, (0, 0, *box[2:])
+    pixels = np.asarray(pack.image(row))
+    if box[0] + box[2] > pixels.shape[0] or box[1] + box[3] > pixels.shape[1]:
+        raise UserError(
+            f"{pack.path}: image {row} is smaller than the index states; the pack is damaged: delete it and run the "
+            "workflow again"
+        )
+    return pixels, box
 
 
 open_samples = Images
