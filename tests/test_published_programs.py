@@ -64,6 +64,11 @@ COMMANDS = {
         "--dist-backend nccl --world-size 1 --rank 0 /home/shared/imagenet/raw/",
         "imagenet_published_ladder.single",
     ),
+    "imagenet_published_program_ddp": (
+        "python imagenet_ddp.py -a resnet50 --batch-size 1024 --workers 4 --dist-url file://OUT/meet "
+        "--dist-backend nccl --world-size 1 --rank 0 --desired-acc 0.75 /home/shared/imagenet/raw/",
+        "imagenet_published_ladder.ddp",
+    ),
 }
 
 
