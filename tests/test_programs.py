@@ -497,6 +497,34 @@ def test_invalid_words_are_refused(program: dict[str, Any], message: str) -> Non
         words(**program)
 
 
+@pytest.mark.parametrize(
+    ("program", "accepted"),
+    [
+        ({"command": ["torchrun", "--nproc-per-node={gpus_per_node}"]}, False),
+        ({"command": ["srun", "--nodes={nodes}"]}, True),
+        ({"command": ["srun", "--nodes={geometry.nodes}"]}, True),
+        ({"command": ["mpirun", "-n", "{gpus}"]}, True),
+        ({"command": ["{srun}"], "values": {"srun": ["srun", "-N{nodes}"]}}, True),
+        ({"command": ["start.sh"], "environment": {"NODES": "{nodes}"}}, True),
+    ],
+)
+def test_a_command_that_starts_its_processes_must_get_the_number_of_nodes(
+    program: dict[str, Any], accepted: bool
+) -> None:
+    """Otherwise a run on two nodes would measure one of them; on one node any command is accepted."""
+    for nodes in (1, 2):
+        run = {"geometry": {"nodes": nodes, "gpus_per_node": 4}, "program": {"start": "itself", **program}}
+        raw = {"targets": ["mine"], "plans": {"mine": {"study": "program", "runs": {"a": run}}}}
+        if accepted or nodes == 1:
+            assert resolve.load(raw).plans["mine"]["a"].run.geometry.nodes == nodes
+        else:
+            message = (
+                r"runs\.a\.program\.start itself: the command contains neither \{nodes\} nor \{gpus\}, .* 2 nodes; "
+            )
+            with pytest.raises(UserError, match=message):
+                resolve.load(raw)
+
+
 @pytest.mark.parametrize(("sizes", "shown"), [([2000, 500], [2.0, 0.5]), ([], [0.0])])
 def test_the_preview_of_files_shows_their_sizes(sizes: list[int], shown: list[float]) -> None:
     files = [File.model_construct(bytes=size) for size in sizes]

@@ -48,8 +48,8 @@ def runs(plan: str, settings: dict[str, Any] | None = None, program: dict[str, A
 APEX = "python -m torch.distributed.launch --nproc_per_node=4 imagenet_ddp_apex.py -a resnet50 --b 208 --workers 20"
 #: The tutorial's command (OUT: the run's output folder), and the run of dlscale with the same settings, by plan.
 COMMANDS = {
-    "cosmo_published_program": ("python train.py --config=short --num_epochs 4", "cosmo_published.short"),
-    "era5_published_program": ("python train.py --config=short", "era5_published.short"),
+    "cosmo_published_program": ("python train.py --config=short --num_epochs 4 --run_num=00", "cosmo_published.short"),
+    "era5_published_program": ("python train.py --config=short --run_num=00", "era5_published.short"),
     "starter_published_program": ("python train_single_gpu.py --root_dir OUT", "starter_published.single"),
     "mnist_published_program": (
         "python mnist_classify.py --epochs=3 --batch-size=64 --lr=1.0 --gamma=0.7",
@@ -63,6 +63,11 @@ COMMANDS = {
         "python imagenet_ddp.py -a resnet50 --batch-size 256 --workers 4 --dist-url file://OUT/meet "
         "--dist-backend nccl --world-size 1 --rank 0 /home/shared/imagenet/raw/",
         "imagenet_published_ladder.single",
+    ),
+    "imagenet_published_program_ddp": (
+        "python imagenet_ddp.py -a resnet50 --batch-size 1024 --workers 4 --dist-url file://OUT/meet "
+        "--dist-backend nccl --world-size 1 --rank 0 --desired-acc 0.75 /home/shared/imagenet/raw/",
+        "imagenet_published_ladder.ddp",
     ),
 }
 
@@ -93,7 +98,7 @@ def test_the_program_with_transformer_engine_runs_next_to_the_same_mesh(tp: int,
     program = found["program"].program
     assert program
     words = Words(program, "OUT")
-    options = f"--tensor_parallel={tp} --context_parallel={cp} --parallel_order={order}"
+    options = f"--tensor_parallel={tp} --context_parallel={cp} --parallel_order={order} --run_num=00"
     assert " ".join(words.command) == f"python train_mp.py --config=mp_te_short {options}"
     assert words.log == f"/logs/mp_te_short/{tp * cp}MP/00/logs"
     settings, ours = (each.model_dump(exclude={"program", "label"}) for each in found.values())
@@ -113,6 +118,43 @@ def test_the_program_with_transformer_engine_has_its_published_figures() -> None
     metrics = ["", "memory", "train_loss", "valid_loss", "validation_time"]
     assert [figure.metric for figure in named] == metrics
     assert named == [figure for figure in figures if "Transformer Engine" in figure.label]
+
+
+def test_the_program_for_model_parallelism_runs_as_published() -> None:
+    """SC23's two commands on 4 and 16 GPUs, each with dlscale's run of the same settings and its published figures."""
+    plan = "era5_published_program_mp"
+    found, figures = runs(plan), resolve.study_files()["era5_vit"].published
+    published = resolve.load({"targets": ["era5_published"]}).plans["era5_published"]["mp"].run
+    for suffix, tp, nodes, rate in (("", 1, 1, 48.0), ("_tp4", 4, 4, 114.4)):
+        program = found[f"program{suffix}"].program
+        assert program
+        words = Words(program, "OUT")
+        assert " ".join(words.command) == f"python train_mp.py --config=mp --row_parallel_size={tp} --run_num=00"
+        assert words.log == f"/logs/mp/{tp}MP/00/logs" and words.folder == "sc23-dl-tutorial"
+        like = published.model_dump(exclude={"program", "label"})
+        like["geometry"] |= {"nodes": nodes, "gpus_per_node": 4, "tp": tp}
+        for name in ("program", "ours"):
+            assert found[name + suffix].model_dump(exclude={"program", "label"}) == like
+        assert [each.speed for each in speeds_of(figures, plan, f"program{suffix}") if each.source == "SC23"] == [rate]
+
+
+@pytest.mark.parametrize(
+    ("plan", "script", "log"),
+    [
+        ("cosmo_published_program", "train_graph.py", "/logs/short/1GPU/again/logs"),
+        ("era5_published_program", None, "/logs/short/1GPU/again/logs"),
+        ("era5_published_program_mp", "train_mp_graphs.py", "/logs/mp/1MP/again/logs"),
+        ("era5_published_program_te", "train_mp_graphs.py", "/logs/mp_te_short/4MP/again/logs"),
+    ],
+)
+def test_a_repetition_and_a_script_with_graphs_can_be_chosen(plan: str, script: str | None, log: str) -> None:
+    """The programs put the option `--run_num` into the path of their log."""
+    values = {"run_num": "again"} | ({"script": script} if script else {})
+    program = runs(plan, {}, {"values": values})["program"].program
+    assert program
+    words = Words(program, "OUT")
+    assert words.log == log and "--run_num=again" in words.command
+    assert words.command[1] == (script or "train.py")
 
 
 def test_rates_are_read_from_the_documents_output() -> None:

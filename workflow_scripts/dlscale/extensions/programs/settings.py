@@ -39,6 +39,9 @@ SHORT = {
 #: Placeholders whose values are only known when the program starts.
 LATER = ("out", "resume")
 
+#: Placeholders that contain the number of nodes, for commands that start processes on several nodes.
+NODES = {"nodes", "geometry.nodes", "gpus"}
+
 #: Settings that need no placeholder in a program's command, because they describe the run or its measurement.
 DESCRIBING = {"program", "dataset", "geometry", "throughput", "tune", "label"}
 
@@ -266,6 +269,12 @@ class Program(Lawful):
                 )
             if known[name] is None:
                 return f"program.command {{{name}}}: no value in this run; set {SHORT.get(name, name)}"
+        if run.geometry.nodes > 1 and self.start == "itself" and not used & NODES:
+            return (
+                f"program.start itself: the command contains neither {{nodes}} nor {{gpus}}, so it would run on one of "
+                f"{run.geometry.nodes} nodes; write srun --nodes={{nodes}} into program.command, or set geometry.nodes "
+                "to 1"
+            )
         try:
             self.filled(run)
         except RecursionError:
