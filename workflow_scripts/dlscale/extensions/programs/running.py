@@ -661,7 +661,7 @@ MAX_RATIO = 1.3
 MAX_LOG_RATIO = 1.1
 
 #: Minimum fraction of the time in which validations matter for the comparison of these rates.
-MIN_VALIDATING = 0.05
+MIN_VALIDATING = 0.03
 
 
 def _check_bars(run: Outcome, reading: Reading) -> None:
