@@ -66,8 +66,8 @@ class LogHandler(LogHandlerBase):
         if self.is_verbose or self._watcher:
             return
         self.progress = CallProgress(time.time(), list(jobs))
-        self._watcher = threading.Thread(target=self._watch, args=[self.progress], daemon=True)
-        self._watcher.start()
+        (watcher := threading.Thread(target=self._watch, args=[self.progress], daemon=True)).start()
+        self._watcher = watcher  # not before: without memory, no thread starts
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print a record, and count the jobs that failed."""

@@ -660,8 +660,8 @@ MAX_RATIO = 1.3
 #: Ratio of a log's rate and of the steps that were seen up to which no interval is compared.
 MAX_LOG_RATIO = 1.1
 
-#: Minimum fraction of the time in which validations matter for the comparison of these rates.
-MIN_VALIDATING = 0.03
+#: Minimum fraction of the time, and minimum difference, for which validations matter in the comparison of these rates.
+MIN_VALIDATING = 0.02
 
 
 def _check_bars(run: Outcome, reading: Reading) -> None:
@@ -729,11 +729,11 @@ def _validating(pace: seen.Pace) -> float:
 def _is_same_rate(logged: Sequence[float], made: Sequence[float], validating: float) -> bool:
     """Return whether two rates differ by at most 10 %, or by at most 30 % within their 95 % intervals.
 
-    They also differ if the logged rate is nearer to the rate of steps and validations together.
+    They also differ if the logged rate is at least 2 % lower, and nearer to the rate of steps and validations together.
     """
     (one, reach), (other, around) = interval(logged), interval(made)
     most = max(one, other) / min(one, other)
-    if validating >= MIN_VALIDATING and one < other * (1 - validating / 2):
+    if validating >= MIN_VALIDATING and one < other * (1 - max(validating / 2, MIN_VALIDATING)):
         return False
     return most <= MAX_LOG_RATIO or (most <= MAX_RATIO and abs(one - other) <= reach + around)
 
