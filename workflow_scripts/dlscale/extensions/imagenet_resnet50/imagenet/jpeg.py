@@ -1,6 +1,7 @@
 """Decoding of a part of a JPEG with nvImageCodec, which NVIDIA DALI installs.
 
-Pillow always decodes all pixels. On a CPU, nvImageCodec uses the same library, libjpeg-turbo, and gets the same values.
+Pillow always decodes all pixels. On a CPU, nvImageCodec uses the same library, libjpeg-turbo, and gets the same values,
+except for the boxes and images that `decode_box` leaves to Pillow.
 """
 
 from __future__ import annotations
@@ -19,20 +20,25 @@ try:
 except ImportError:  # Pillow decodes all images
     nvimgcodec = None
 
+#: First bytes of a JPEG.
+SIGNATURE = b"\xff\xd8"
+
 
 def decode_box(file: np.ndarray, box: Box) -> np.ndarray | None:
     """Return the pixels of a box of a JPEG, RGB, uint8 [height, width, 3].
 
-    Return None if nvImageCodec is missing, or if it cannot decode `file`, uint8 [bytes], as a JPEG.
+    Return None if nvImageCodec is missing, cannot decode `file`, uint8 [bytes], as a JPEG, or gets other values than
+    Pillow: boxes with one column, and images with four channels (CMYK).
     """
-    if nvimgcodec is None:
-        return None
     top, left, height, width = box
+    # Other formats never reach nvImageCodec, because its parsers log errors about files that Pillow reads.
+    if nvimgcodec is None or width < 2 or file[:2].tobytes() != SIGNATURE:
+        return None
     stream = nvimgcodec.CodeStream(file)
     try:
-        if stream.codec_name != "jpeg":
+        if stream.codec_name != "jpeg" or stream.num_channels > 3:
             return None
-    except RuntimeError:  # a format that nvImageCodec does not know
+    except RuntimeError:  # a damaged JPEG
         return None
     region = stream.get_sub_code_stream(region=nvimgcodec.Region(top, left, top + height, left + width))
     # Each thread of each process has a decoder: decoders have threads, which do not survive a fork.
