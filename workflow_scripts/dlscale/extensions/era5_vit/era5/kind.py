@@ -74,6 +74,13 @@ class Era5Zarr(Strict):
     kind: Literal["zarr"]
     store: Path = Field(description="A folder or a URL.")
 
+    @model_validator(mode="after")
+    def _local(self) -> Era5Zarr:
+        # An address is neither checked for changes nor for old consolidated metadata.
+        if self.store.startswith(("file:", "local:")):
+            raise ValueError(f"store {self.store}: the address of a folder; give the folder's path")
+        return self
+
 
 class Era5Prepared(Strict):
     """The published layout, used unchanged: `train/`, `valid/`, `test/` with `YYYY.h5`, and `stats/*.npy`."""
