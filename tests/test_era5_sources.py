@@ -752,6 +752,28 @@ def test_complex_values_are_refused(tmp_path: Path) -> None:
         acquire(settings(["t2m"]), days("2020-02-27", "2020-02-28", tmp_path / "store"), tmp_path / "out.nc")
 
 
+@pytest.mark.parametrize(
+    ("attributes", "wrong"),
+    [
+        ({"SCALE_FACTOR": 0.01}, "SCALE_FACTOR (0.01)"),
+        ({"fill_value": -999.0}, "fill_value (-999.0)"),
+        ({"ValidRange": np.float32([0, 400])}, "ValidRange"),
+        ({"ScaleFactor": 1.0, "AddOffset": 0.0, "fmissing_value": 1e15, "actual_range": [0.0, 400.0]}, ""),
+    ],
+)
+def test_other_spellings_of_attributes_are_refused(tmp_path: Path, attributes: dict[str, Any], wrong: str) -> None:
+    """xarray ignores other spellings, so packed or missing values would count as data."""
+    states = atmosphere(names=("t2m",))
+    states.t2m.attrs.update(attributes)
+    states.to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
+    if wrong:
+        assert f"'t2m' has the attribute {wrong}" in refused(tmp_path / "a.nc")
+    else:
+        np.testing.assert_array_equal(
+            fields(open_source(settings(["t2m"]), part(), [tmp_path / "a.nc"]))[:, 0], states.t2m
+        )
+
+
 @pytest.mark.parametrize("address", ["file:///data/store", "local://data/store"])
 def test_addresses_of_folders_are_refused(address: str) -> None:
     """Changes of a store at an address are not detected, and its old consolidated metadata are used."""
