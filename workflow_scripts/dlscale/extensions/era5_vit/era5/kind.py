@@ -74,13 +74,6 @@ class Era5Zarr(Strict):
     kind: Literal["zarr"]
     store: Path = Field(description="A folder or a URL.")
 
-    @model_validator(mode="after")
-    def _local(self) -> Era5Zarr:
-        # An address is neither checked for changes nor for old consolidated metadata.
-        if self.store.startswith(("file:", "local:")):
-            raise ValueError(f"store {self.store}: the address of a folder; give the folder's path")
-        return self
-
 
 class Era5Prepared(Strict):
     """The published layout, used unchanged: `train/`, `valid/`, `test/` with `YYYY.h5`, and `stats/*.npy`."""
@@ -131,6 +124,9 @@ class Era5Dataset(DatasetSettings):
 
     @model_validator(mode="after")
     def _complete(self) -> Era5Dataset:
+        # An address is neither checked for changes nor for old consolidated metadata.
+        if isinstance(self.source, Era5Zarr) and self.source.store.startswith(("file:", "local:")):
+            raise ValueError(f"store {self.source.store}: the address of a folder; give the folder's path")
         if isinstance(self.source, Era5Files | Era5Zarr):
             if self.split is None:
                 raise ValueError("split is missing: give the first and last day of train, valid (and test)")

@@ -239,12 +239,11 @@ def _gridded(array: xr.DataArray, origin: str) -> Variable:
     if values.dtype.kind not in "fiub":
         raise UserError(f"{origin}: '{name}' has the type {values.dtype}; expected real numbers. Convert the values")
     for key, given in values.attrs.items():
-        plain = {"s": 1.0, "a": 0.0}.get(str(key)[:1].lower())
-        if SPELLINGS.fullmatch(str(key)) and key not in CF_NAMES and (np.ravel(given) != plain).any():
+        if MISSPELLED.fullmatch(str(key)) and (np.ravel(given) != {"s": 1.0, "a": 0.0}.get(str(key)[0].lower())).any():
             raise UserError(
                 f"{origin}: '{name}' has the attribute {key} ({given}), which is not a name of CF. Rename it to "
-                "`scale_factor`, `add_offset`, `_FillValue`, `missing_value` or `valid_range`, e.g. with `ncrename -a`, or "
-                "delete it if all values are plain"
+                "`scale_factor`, `add_offset`, `_FillValue`, `missing_value` or `valid_range`, or delete it if all "
+                "values are plain"
             )
     if (sign := {**values.attrs, **values.encoding}.get("_Unsigned", "true")) not in ("true", "false"):
         raise UserError(f"{origin}: '{name}' has the attribute _Unsigned ({sign}); expected true or false")
@@ -558,11 +557,11 @@ UNITS = re.compile(
     re.IGNORECASE,
 )
 
-#: Attributes of CF that change or mark values.
-CF_NAMES = ("scale_factor", "add_offset", "_FillValue", "missing_value", "valid_min", "valid_max", "valid_range")
-#: Spellings of attributes that xarray applies only in the spelling of CF, such as `scale_factor`.
-SPELLINGS = re.compile(
-    r"_?(scale[ _]?factor|add[ _]?offset|fill[ _]?value|missing[ _]?value|valid[ _]?(min|max|range))", re.IGNORECASE
+#: Attributes in spellings that xarray ignores, such as ScaleFactor; it applies only those of CF, such as scale_factor.
+MISSPELLED = re.compile(
+    r"(?!(?-i:scale_factor|add_offset|_FillValue|missing_value|valid_(min|max|range))$)"
+    r"_?(scale[ _]?factor|add[ _]?offset|fill[ _]?value|missing[ _]?value|valid[ _]?(min|max|range))",
+    re.IGNORECASE,
 )
 
 #: Attributes of packed values, with their values for plain values.

@@ -1,7 +1,6 @@
 """Decoding of a part of a JPEG with nvImageCodec, which NVIDIA DALI installs.
 
-Pillow always decodes all pixels. On a CPU, nvImageCodec uses the same library, libjpeg-turbo, and gets the same values,
-except for the boxes and images that `decode_box` leaves to Pillow.
+Pillow always decodes all pixels. On a CPU, nvImageCodec uses the same library, libjpeg-turbo, and gets the same values.
 """
 
 from __future__ import annotations
@@ -20,19 +19,16 @@ try:
 except ImportError:  # Pillow decodes all images
     nvimgcodec = None
 
-#: First bytes of a JPEG.
-SIGNATURE = b"\xff\xd8"
-
 
 def decode_box(file: np.ndarray, box: Box) -> np.ndarray | None:
     """Return the pixels of a box of a JPEG, RGB, uint8 [height, width, 3].
 
-    Return None if nvImageCodec is missing, cannot decode `file`, uint8 [bytes], as a JPEG, or gets other values than
-    Pillow: boxes with one column, and images with four channels (CMYK).
+    Return None if nvImageCodec is missing, cannot decode `file`, uint8 [bytes], as a JPEG, or differs from Pillow: for
+    one column, and for CMYK.
     """
     top, left, height, width = box
     # Other formats never reach nvImageCodec, because its parsers log errors about files that Pillow reads.
-    if nvimgcodec is None or width < 2 or file[:2].tobytes() != SIGNATURE:
+    if nvimgcodec is None or width < 2 or file[:2].tobytes() != b"\xff\xd8":
         return None
     stream = nvimgcodec.CodeStream(file)
     try:
