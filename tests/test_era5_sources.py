@@ -450,6 +450,11 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[Path]], dict[str, Any], list[str
     "shuffled": (changed(lambda s: s.isel(latitude=[0, 2, 1])), {}, ["strictly monotonic"]),
     "members": (changed(lambda s: xr.concat([s, s], "number")), {}, ["number (2)", "xarray's `isel`"]),
     "forecast": (changed(lambda s: s.assign_coords(step=6)), {}, ["forecasts: `valid_time`"]),
+    "lead": (
+        *(changed(lambda s: s.assign_coords(fhr=((), 24.0, {"standard_name": "forecast_period"}))), {}),
+        ["forecasts: `valid_time`"],
+    ),
+    "text": (changed(lambda s: s.astype(str)), {}, ["'t2m' has the type <U"]),
     "gap": (changed(without(5)), {}, ["at 2020-02-28 06:00 is missing", "(1 such times; in no file)"]),
     "finer step": (changed(SAME), {"step_hours": 3}, ["at 2020-02-27 03:00 is missing", "step of 3 h"]),
     "nothing left": (changed(SAME), {"step_hours": 2400}, ["at multiples of step_hours (2400)"]),
@@ -736,6 +741,44 @@ def test_acquisition_has_bounded_memory(tmp_path: Path, monkeypatch: pytest.Monk
         tracemalloc.stop()
     assert peak < 4e6 + 1.5e6 < states.nbytes / 8  # the blocks, and 1.5 MB that xarray and Zarr keep
     assert len(blocks) > 5
+
+
+def test_complex_values_are_refused(tmp_path: Path) -> None:
+    """NumPy would drop the imaginary parts."""
+    (states := atmosphere(names=("t2m",)) * 1j).to_netcdf(tmp_path / "a.nc", engine="h5netcdf", invalid_netcdf=True)
+    assert "'t2m' has the type complex64; expected real numbers" in refused(tmp_path / "a.nc")
+    states.to_zarr(tmp_path / "store", consolidated=False)
+    with pytest.raises(UserError, match="'t2m' has the type complex64"):
+        acquire(settings(["t2m"]), days("2020-02-27", "2020-02-28", tmp_path / "store"), tmp_path / "out.nc")
+
+
+@pytest.mark.parametrize(
+    ("attributes", "wrong"),
+    [
+        ({"SCALE_FACTOR": 0.01}, "SCALE_FACTOR (0.01)"),
+        ({"fill_value": -999.0}, "fill_value (-999.0)"),
+        ({"ValidRange": np.float32([0, 400])}, "ValidRange"),
+        ({"ScaleFactor": 1.0, "AddOffset": 0.0, "fmissing_value": 1e15, "actual_range": [0.0, 400.0]}, ""),
+    ],
+)
+def test_other_spellings_of_attributes_are_refused(tmp_path: Path, attributes: dict[str, Any], wrong: str) -> None:
+    """xarray ignores other spellings, so packed or missing values would count as data."""
+    states = atmosphere(names=("t2m",))
+    states.t2m.attrs.update(attributes)
+    states.to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
+    if wrong:
+        assert f"'t2m' has the attribute {wrong}" in refused(tmp_path / "a.nc")
+    else:
+        np.testing.assert_array_equal(
+            fields(open_source(settings(["t2m"]), part(), [tmp_path / "a.nc"]))[:, 0], states.t2m
+        )
+
+
+@pytest.mark.parametrize("address", ["file:///data/store", "local://data/store"])
+def test_addresses_of_folders_are_refused(address: str) -> None:
+    """Changes of a store at an address are not detected, and its old consolidated metadata are used."""
+    with pytest.raises(ValueError, match=f"store {address}: the address of a folder; give the folder's path"):
+        settings(["t2m"], source={"kind": "zarr", "store": address})
 
 
 def test_invalid_stores_are_refused(tmp_path: Path) -> None:

@@ -470,7 +470,6 @@ JPEGS: dict[str, tuple[str, dict[str, Any]]] = {
     "restart markers": ("RGB", {"restart_marker_rows": 1}),
     "RGB inside": ("RGB", {"keep_rgb": True}),
     "grey": ("L", {}),
-    "CMYK": ("CMYK", {}),
     "rotated by EXIF": ("RGB", {"exif": b"Exif\0\0MM\0*\0\0\0\b\0\1\1\x12\0\3\0\0\0\1\0\6\0\0\0\0\0\0"}),
 }
 
@@ -488,7 +487,7 @@ def test_part_of_a_jpeg_equals_pillow(kind: str) -> None:
     rng = np.random.default_rng(2)
 
     def compare(number: int) -> None:
-        rows, columns = (int(rng.integers(1, edge + 1)) for edge in truth.shape[:2])
+        rows, columns = (int(rng.integers(2, edge + 1)) for edge in truth.shape[:2])
         top, left = int(rng.integers(truth.shape[0] - rows + 1)), int(rng.integers(truth.shape[1] - columns + 1))
         part = jpeg.decode_box(file, (top, left, rows, columns))
         assert part is not None
@@ -499,10 +498,39 @@ def test_part_of_a_jpeg_equals_pillow(kind: str) -> None:
 
 
 def test_other_and_damaged_files_are_left_to_pillow() -> None:
-    image, saved = Image.open(io.BytesIO(photograph(1))), io.BytesIO()
-    image.save(saved, "PNG")
-    for file in (saved.getvalue(), photograph(1)[:30_000], bytes(1000), b""):
+    image = Image.open(io.BytesIO(photograph(1)))
+    files = [photograph(1)[:30_000], bytes(1000), b""]
+    for mode, form in (("RGB", "PNG"), ("1", "TIFF"), ("CMYK", "JPEG")):
+        image.convert(mode).save(saved := io.BytesIO(), form)
+        files.append(saved.getvalue())
+    for file in files:
         assert jpeg.decode_box(np.frombuffer(file, np.uint8), (0, 0, 300, 300)) is None
+
+
+def test_images_that_nvimagecodec_decodes_otherwise_equal_pillow(tmp_path: Path, folders: dict[str, str]) -> None:
+    """Single columns, and CMYK images with and without Adobe's marker, equal Pillow's pixels."""
+    for split in ("train", "valid"):
+        for label, name in enumerate(CLASSES):
+            for number in range(7, 12):
+                picture(label + number, 60, 5).save(tmp_path / split / name / f"{number}.jpg")
+            picture(label, 40, 60).convert("CMYK").save(saved := io.BytesIO(), "JPEG", quality=5)
+            file = saved.getvalue()
+            marker = file.index(b"\xff\xee")
+            plain = file[:marker] + file[marker + 2 + int.from_bytes(file[marker + 2 : marker + 4], "big") :]
+            (tmp_path / split / name / "5.jpg").write_bytes(file)
+            (tmp_path / split / name / "6.jpg").write_bytes(plain)
+    data = make_dataset(tmp_path / "data", settings(folders))
+    found = samples(data, "train", scale=(1e-3, 0.02))
+    columns = set[int]()
+    for index in range(found.size):
+        windows = found.windows(1, range(index, index + 1))
+        (top, left), (height, width) = windows.corner[0].tolist(), windows.extent[0].tolist()
+        image = Image.open(io.BytesIO(windows.images[0].tobytes())).convert("RGB")
+        image = in_two_passes(image.crop((left, top, left + width, top + height)), 24, 24)
+        truth = np.asarray(image)[:, ::-1] if windows.flip[0] else np.asarray(image)
+        assert np.array_equal(found.read(1, index)[0], truth.transpose(2, 0, 1)), (index, left, width)
+        columns.add(width)
+    assert 1 in columns
 
 
 def test_samples_are_the_same_without_nvimagecodec(

@@ -247,6 +247,17 @@ def test_time_begins_with_the_first_file_that_counts(
     assert [seconds for _, seconds, _ in found] == [30.0, 31.0]  # the file's first event is 30 s before its first point
 
 
+@pytest.mark.parametrize(("seconds", "is_wrong"), [(-500.0, True), (-30.0, False)])
+def test_a_clock_that_was_set_back_is_reported(
+    results: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], seconds: float, is_wrong: bool
+) -> None:
+    """The values are right, but points would be drawn before the start of the training."""
+    write(tmp_path / "log/events.out.tfevents.1", curve(0, 10, 20))
+    write(tmp_path / "log/events.out.tfevents.2", curve(30, 40), start=START + seconds)
+    assert bring(tmp_path / "log") == 0
+    assert ("loss/valid: the time decreases at step 30, so" in capfd.readouterr().out) == is_wrong
+
+
 @pytest.mark.parametrize("every", [1, 25, 34])
 def test_validations_by_epoch_among_iterations_are_named(
     results: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], every: int

@@ -298,6 +298,8 @@ def test_an_ambiguous_shape_is_refused(tmp_path: Path, stored: tuple[int, ...], 
         ({"missing_value": -9999.0}, r"missing_value \(-9999.0\)"),
         ({"missing_value": [np.nan, -9.0]}, r"missing_value \(-9.0\)"),
         ({"scale_factor": "0.5"}, r"scale_factor \(0.5\)"),
+        ({"SCALE FACTOR": 0.01}, r"SCALE FACTOR \(0.01\)"),  # AMSR2
+        ({"FillValue": -999.0, "ScaleFactor": 1.0}, r"FillValue \(-999.0\)"),
         ({"missing_value": "-999"}, r"missing_value \(-999\)"),
         ({"valid_range": np.float32([150, 350])}, r"valid_range \(150.0\)"),
         ({"_Unsigned": "true"}, r"_Unsigned \(true\)"),

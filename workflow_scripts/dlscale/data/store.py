@@ -171,8 +171,8 @@ def check_values(values: h5py.Dataset) -> None:
     Raises
     ------
     UserError
-        A filter is missing, values are packed (`scale_factor`, `add_offset`) or marked as missing (a finite number in
-        `_FillValue` or `missing_value`, or a valid range), or a part was never written.
+        A filter is missing, values are packed (`scale_factor`, `add_offset`) or marked as missing (a number in
+        `_FillValue` or `missing_value`, a valid range) in any spelling, or a part is unwritten.
     """
     check_filters(values)
     where = f"{values.file.filename}: '{values.name.strip('/')}'"
@@ -182,13 +182,15 @@ def check_values(values: h5py.Dataset) -> None:
             f"{where} has the attribute _Unsigned ({sign}), which dlscale does not apply; store the values with their "
             "true type, e.g. uint8 instead of int8"
         )
-    plain = {"scale_factor": 1, "add_offset": 0}
-    for name in (*plain, "_FillValue", "missing_value", "valid_min", "valid_max", "valid_range"):
+    plain = {"scalefactor": 1, "addoffset": 0}
+    for name in values.attrs:
         given = [
             str(each)
-            for each in np.ravel(values.attrs.get(name, math.nan))
-            if (isinstance(each, np.number) and np.isfinite(each) and each != plain.get(name))
-            or (isinstance(each, str | bytes) and (name in plain or re.search(r"\d", str(each))))
+            for key in {re.sub("[^a-z]", "", name.lower())}  # also SCALE FACTOR, FillValue
+            & {*plain, "fillvalue", "missingvalue", "validmin", "validmax", "validrange"}
+            for each in np.ravel(values.attrs[name])
+            if (isinstance(each, np.number) and np.isfinite(each) and each != plain.get(key))
+            or (isinstance(each, str | bytes) and (key in plain or re.search(r"\d", str(each))))
         ]
         if given:
             raise UserError(

@@ -34,6 +34,9 @@ MAX_LOG_POINTS = 1_000_000
 #: Maximum distance of an event's time from 1970, seconds; points of other events are left out.
 FARTHEST = 1e15
 
+#: Maximum decrease of time between steps that is not reported, seconds; clocks of several writers may differ.
+CLOCK_SECONDS = 60.0
+
 #: Names that `dlscale.train.logs` uses for the quantities of every run; the name of a metric is `valid/NAME`.
 QUANTITIES = ("loss/train", "loss/valid", "learning_rate", "samples_per_second", "steps_per_second")
 
@@ -107,6 +110,11 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
     elif counts == "epoch" and any(curve[0][0] == 0 for curve in curves.values()):
         remedy = "" if args.counts else "; if point 0 belongs to the first epoch, add --counts epoch"
         print(f"point 0 is drawn as the untrained model{remedy}")
+    for name, curve in curves.items():
+        if back := [
+            step for (_, before, _), (step, time, _) in itertools.pairwise(curve) if time < before - CLOCK_SECONDS
+        ]:
+            print(f"{name}: the time decreases at step {back[0]}, so the curve over time is wrong; was a clock reset?")
     for name in _too_short(curves):
         print(
             f"{name}: the last step is {curves[name][-1][0]}, but in the same time the training has many more steps. "

@@ -124,6 +124,9 @@ class Era5Dataset(DatasetSettings):
 
     @model_validator(mode="after")
     def _complete(self) -> Era5Dataset:
+        # An address is neither checked for changes nor for old consolidated metadata.
+        if isinstance(self.source, Era5Zarr) and self.source.store.startswith(("file:", "local:")):
+            raise ValueError(f"store {self.source.store}: the address of a folder; give the folder's path")
         if isinstance(self.source, Era5Files | Era5Zarr):
             if self.split is None:
                 raise ValueError("split is missing: give the first and last day of train, valid (and test)")

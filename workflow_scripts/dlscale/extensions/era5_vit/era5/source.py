@@ -65,8 +65,8 @@ PRESSURES = {
 }
 #: Units of latitudes and longitudes, lower case: degrees, but not degrees south or west.
 ANGLE = re.compile(r"(?!.*(south|west|[ _.°][sw]$|ees?w$))((deg|°).*)?")
-#: Coordinates of a forecast's lead time.
-LEADS = {"step", "forecast_period", "prediction_timedelta", "lead_time", "leadtime"}
+#: Names and standard names of coordinates of a forecast's lead time.
+LEADS = {"step", "forecast_period", "prediction_timedelta", "lead_time", "leadtime", "lead", "forecast_hour"}
 #: GRIB flags of unsupported orders of points: from east to west, along columns, every second line backwards.
 SCANNING = ("iScansNegatively", "jPointsAreConsecutive", "alternativeRowScanning")
 #: Limit of the CPU time for reading a GRIB file's headers with ecCodes: seconds, plus file size / bytes per second.
@@ -199,7 +199,8 @@ def _gridded(array: xr.DataArray, origin: str) -> Variable:
     dims = [axis.dims[0] for axis in axes.values()]
     complete = {"time", "latitude", "longitude"} <= axes.keys() and array.size > 0
     # If a forecast has no `valid_time`, its times are start times, which cannot be used.
-    dated = complete and (axes["time"].name == "valid_time" or LEADS.isdisjoint(map(str, array.coords)))
+    called = {str(each) for name, axis in array.coords.items() for each in (name, axis.attrs.get("standard_name"))}
+    dated = complete and (axes["time"].name == "valid_time" or LEADS.isdisjoint(called))
     if not dated or sorted(map(str, dims)) != sorted(map(str, array.dims)):
         sizes = ", ".join(f"{dim} ({size})" for dim, size in array.sizes.items()) or "none"
         if "expver" in array.dims:  # ERA5 and ERA5T, its preliminary form, each lack the times of the other
@@ -235,6 +236,15 @@ def _gridded(array: xr.DataArray, origin: str) -> Variable:
         hectopascals = axes["level"].values * factor
         channels = tuple(f"{short(name)}@{value:g}" for value in hectopascals)
     values = array.variable
+    if values.dtype.kind not in "fiub":
+        raise UserError(f"{origin}: '{name}' has the type {values.dtype}; expected real numbers. Convert the values")
+    for key, given in values.attrs.items():
+        if MISSPELLED.fullmatch(str(key)) and (np.ravel(given) != {"s": 1.0, "a": 0.0}.get(str(key)[0].lower())).any():
+            raise UserError(
+                f"{origin}: '{name}' has the attribute {key} ({given}), which is not a name of CF. Rename it to "
+                "`scale_factor`, `add_offset`, `_FillValue`, `missing_value` or `valid_range`, or delete it if all "
+                "values are plain"
+            )
     if (sign := {**values.attrs, **values.encoding}.get("_Unsigned", "true")) not in ("true", "false"):
         raise UserError(f"{origin}: '{name}' has the attribute _Unsigned ({sign}); expected true or false")
     for mark in ("_FillValue", "missing_value"):
@@ -544,6 +554,13 @@ DEFAULT_FILL = {
 #: Units of times that xarray reads as UDUNITS defines them. Without a sign, UDUNITS and xarray read a zone differently.
 UNITS = re.compile(
     r"[a-z]+ since \d{4}-\d{1,2}-\d{1,2}([T ]\d{1,2}(:\d{1,2}){0,2}(\.\d*)?)? ?(Z|UTC|GMT|[+-]\d{1,2}(:?\d\d)?)?",
+    re.IGNORECASE,
+)
+
+#: Attributes in spellings that xarray ignores, such as ScaleFactor; it applies only those of CF, such as scale_factor.
+MISSPELLED = re.compile(
+    r"(?!(?-i:scale_factor|add_offset|_FillValue|missing_value|valid_(min|max|range))$)"
+    r"_?(scale[ _]?factor|add[ _]?offset|fill[ _]?value|missing[ _]?value|valid[ _]?(min|max|range))",
     re.IGNORECASE,
 )
 

@@ -23,16 +23,18 @@ except ImportError:  # Pillow decodes all images
 def decode_box(file: np.ndarray, box: Box) -> np.ndarray | None:
     """Return the pixels of a box of a JPEG, RGB, uint8 [height, width, 3].
 
-    Return None if nvImageCodec is missing, or if it cannot decode `file`, uint8 [bytes], as a JPEG.
+    Return None if nvImageCodec is missing, cannot decode `file`, uint8 [bytes], as a JPEG, or differs from Pillow: for
+    one column, and for CMYK.
     """
-    if nvimgcodec is None:
-        return None
     top, left, height, width = box
+    # Other formats never reach nvImageCodec, because its parsers log errors about files that Pillow reads.
+    if nvimgcodec is None or width < 2 or file[:2].tobytes() != b"\xff\xd8":
+        return None
     stream = nvimgcodec.CodeStream(file)
     try:
-        if stream.codec_name != "jpeg":
+        if stream.codec_name != "jpeg" or stream.num_channels > 3:
             return None
-    except RuntimeError:  # a format that nvImageCodec does not know
+    except RuntimeError:  # a damaged JPEG
         return None
     region = stream.get_sub_code_stream(region=nvimgcodec.Region(top, left, top + height, left + width))
     # Each thread of each process has a decoder: decoders have threads, which do not survive a fork.
