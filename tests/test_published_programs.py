@@ -133,6 +133,8 @@ def test_the_program_for_model_parallelism_runs_as_published() -> None:
         assert words.log == f"/logs/mp/{tp}MP/00/logs" and words.folder == "sc23-dl-tutorial"
         like = published.model_dump(exclude={"program", "label"})
         like["geometry"] |= {"nodes": nodes, "gpus_per_node": 4, "tp": tp}
+        like["compile"]["mode"] = "none"  # without flags, the program sets `enable_jit` and `enable_fused` to false
+        like["optimizer"]["fused"] = False
         for name in ("program", "ours"):
             assert found[name + suffix].model_dump(exclude={"program", "label"}) == like
         assert [each.speed for each in speeds_of(figures, plan, f"program{suffix}") if each.source == "SC23"] == [rate]
