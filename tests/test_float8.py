@@ -120,7 +120,6 @@ def test_runs_without_8_bit_products_are_refused(tmp_path: Path, monkeypatch: py
 
 def test_runs_on_gpus_without_8_bit_products_are_refused_before_their_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     """`dlscale doctor` and each call on a site find the runs; sites with 8-bit products, or without GPUs, are fine."""
-
     probe = registry.named(registry.table("PROBES")["fp8"])
 
     def found(precision: str = "fp8", **site: Any) -> list[str]:
