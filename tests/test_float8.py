@@ -10,14 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import nn
 
-from dlscale.core import registry
+from dlscale.config import resolve
+from dlscale.core import machine, registry
 from dlscale.core.errors import UserError
 from dlscale.extensions.fp8 import float8
 from dlscale.parallel.world import World
 from dlscale.train.build import open_session
-from tests.conftest import records, train
+from tests.conftest import ROOT, records, train
 from tests.test_counting import tiny_run
 
 pytest.importorskip("torchao", reason="torchao is not installed")
@@ -114,3 +116,30 @@ def test_runs_without_8_bit_products_are_refused(tmp_path: Path, monkeypatch: py
         with pytest.raises(UserError) as error:
             tiny_run("era5_vit", tmp_path / "refused", precision="fp8", **over)
         assert words in str(error.value)
+
+
+def test_runs_on_gpus_without_8_bit_products_are_refused_before_their_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`dlscale doctor` and each call on a site find the runs; sites with 8-bit products, or without GPUs, are fine."""
+    probe = registry.named(registry.table("PROBES")["fp8"])
+
+    def found(precision: str = "fp8", **site: Any) -> list[str]:
+        raw = {"targets": ["era5_published"], "plans": {"era5_published": {"settings": {"precision": precision}}}}
+        configuration = resolve.load({"site": site, **raw})
+        assert probe(configuration, []) == []
+        return [str(finding) for finding in probe(configuration)]
+
+    perlmutter = yaml.safe_load((ROOT / "profiles/perlmutter/site.yaml").read_text())
+    for precision in float8.RECIPES:
+        (line,) = found(precision, **perlmutter)
+        assert line.startswith("FAIL  precision fp8: era5_published.base, era5_published.short: needs a GPU with FP8 ")
+        assert "the site's nodes (A100-SXM4-40GB)" in line and "; use precision bf16" in line
+    assert not found("tf32", **perlmutter)
+    assert not found(**perlmutter | {"provides": ["fp8", "dali"]})
+    assert not found(**perlmutter | {"provides": None})
+    assert not found(**perlmutter | {"gpu": False})
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    for capability, lines in ((8, 0), 1), ((8, 9), 0):
+        monkeypatch.setattr(machine, "nvml", lambda *_, answer=capability: answer)
+        assert len(here := found(gpu=True)) == lines
+        assert all("this machine" in line and "site.provides" not in line for line in here)
+    assert not found(), "a CPU may emulate 8 bits"
