@@ -50,7 +50,7 @@ from dlscale.parallel.records import Device
 from dlscale.report.evidence import Evidence, bound
 from dlscale.report.verdict import judge_run, verdict
 from dlscale.results import read_plan, read_run
-from tests.conftest import ROOT
+from tests.conftest import ROOT, variables
 from tests.waiting import PATIENCE, until
 
 # ---- the pace, computed from recorded steps ----------------------------------------------------------
@@ -904,6 +904,22 @@ def test_a_tag_of_the_training_is_chosen(tmp_path: Path) -> None:
     assert len(points) == 80, "a validation's tag counts if there is no other"
 
 
+def test_a_tag_of_epochs_does_not_count_steps(tmp_path: Path) -> None:
+    """Keras logs `epoch_loss` at step 0, 1, 2; Lightning logs `loss_epoch` at the last step of each epoch."""
+    for folder, tag, numbers in (
+        *(("keras", "epoch_loss", range(9)), ("both", "epoch_loss", range(99)), ("both", "batch_loss", range(50))),
+        ("lightning", "loss_epoch", range(99, 1000, 100)),
+    ):
+        with SummaryWriter(str(tmp_path / folder)) as board:
+            for number, step in enumerate(numbers):
+                board.add_scalar(tag, 1.0, step, walltime=BEGIN + number)
+    with pytest.raises(UserError, match=r"the tag epoch_loss counts epochs, not steps.*update_freq=10"):
+        logs.logged(tmp_path / "keras", logs.Start(BEGIN), BEGIN + 60)
+    for folder, count in (("both", 50), ("lightning", 10)):
+        (points,) = logs.logged(tmp_path / folder, logs.Start(BEGIN), BEGIN + 120)
+        assert len(points) == count
+
+
 def logged_run(folder: Path, case: str) -> tuple[float, int | None]:
     """Write steps of two batches, and a log of them; return the rate of the training, and the stated samples.
 
@@ -1120,6 +1136,8 @@ PRINTED = [
             "g/s/chip",
         )
     ),
+    (r"([\d.]+)/s/gpu", "Batch (t): 0.123, 520.3/s, 65.0/s/gpu", None),
+    (r", ([\d.]+)/s,", "Batch (t): 0.123, 520.3/s, 65.0/s/gpu", ("", 520.3)),
     *(
         (r"([\d.]+)$", f"{text} 120.5", None)
         for text in ("samples_per_sec_per_gpu:", "Img/sec per GPU:", "SamplesPerSecPerDevice")
@@ -1730,6 +1748,35 @@ def test_signals_are_the_programs(tmp_path: Path) -> None:
     assert process.returncode == 9 and "status 9" in told
 
 
+#: Program that saves for two seconds after SIGTERM, and a process that runs it with a grace period and sends SIGTERM.
+SAVES = """
+import signal, sys, time
+signal.signal(15, lambda *a: (time.sleep(2), sys.exit(9)))
+print("on", flush=True)
+time.sleep(60)
+"""
+ASKS = """
+import os, sys, threading
+from pathlib import Path
+from dlscale.extensions.programs.running import run_command
+threading.Timer(3, os.kill, (os.getpid(), 15)).start()
+grace = float(sys.argv[2]) or None
+print(run_command([sys.executable, "-c", sys.argv[1]], Path(sys.argv[3]), None, grace=grace).status)
+"""
+
+
+@pytest.mark.parametrize(("grace", "status"), [(0, 9), (0.5, 128 + signal.SIGKILL)])
+def test_only_plans_kill_a_program_that_saves_for_long(tmp_path: Path, grace: float, status: int) -> None:
+    told = subprocess.run(
+        [sys.executable, "-c", ASKS, SAVES, str(grace), tmp_path / "steps"],
+        env=variables(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert told.stdout.split() == ["on", str(status)], told.stderr
+
+
 # ---- programs of all kinds, and bad input ------------------------------------------------------------
 
 #: Unusual training loops. For each loop, the program prints name, process ID and exit status of the child process.
@@ -1833,6 +1880,13 @@ def sampler_of_batches():
         def __len__(self): return 480
         def __getitem__(self, rows): return torch.randn(len(rows), 64)
     train(DataLoader(Lists(), sampler=torch.utils.data.BatchSampler(range(480), 8, False)), adam, x=X)
+def sampler_of_requests():
+    class Chosen(Dataset):
+        def __len__(self): return 480
+        def __getitems__(self, request):
+            return [torch.randn(64) for _ in (request["ids"] if isinstance(request, dict) else request[1])]
+    requests = [{"ids": list(range(8)), "size": 24}, (24, list(range(8)))] * 30
+    train(DataLoader(Chosen(), batch_sampler=requests), adam, x=X)
 def sampler_of_iterators():
     class Iterators:
         def __iter__(self): return (iter(range(n, n + 8)) for n in range(0, 480, 8))
@@ -2008,6 +2062,7 @@ def loops(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, Path
         ("rows_along_time", 8, 60),
         ("joined_rows", 8, 60),
         ("sampler_of_batches", None, 60),
+        ("sampler_of_requests", None, 60),
         ("sampler_of_iterators", None, 60),
         ("last_is_smaller", None, 60),
         ("last_of_many_is_smaller", 8, 55),

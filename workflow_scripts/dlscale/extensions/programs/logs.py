@@ -50,6 +50,9 @@ VALIDATION = re.compile(
     r"(?:(?<![A-Za-z])|(?<=[a-z])(?=[A-Z]))(?i:val|valid|validation|eval|evaluation|test|dev)(?![a-z])"
 )
 
+#: Word in tags of epochs. Keras, for example, logs `epoch_loss` with the epoch as the step.
+EPOCH = re.compile(r"(?:(?<![A-Za-z])|(?<=[a-z])(?=[A-Z]))(?i:epoch)(?![a-z])")
+
 #: Minimum fraction of the run's duration that a log's times must cover if they count from the start.
 MIN_GROWTH = 0.05
 
@@ -111,12 +114,22 @@ def logged(path: Path, start: Start, end: float | None = None, own: Iterable[str
     of = defaultdict[str, list[Row]](list)
     for row in _rows(path, start, own=own):
         of[row[0]].append(row)
-    # Prefer tags without a word of validations, then folders without such a word, then the most points.
+    # Prefer tags of steps, then tags without a word of validations, then such folders, then the most points.
     tag = max(
         of,
-        key=lambda each: ([not VALIDATION.search(part) for part in reversed(each.split("\0"))], len(of[each])),
+        key=lambda each: (
+            not EPOCH.search(each.split("\0")[-1]),
+            [not VALIDATION.search(part) for part in reversed(each.split("\0"))],
+            len(of[each]),
+        ),
         default="",
     )
+    steps = sorted({row[2] for row in of[tag]})
+    if EPOCH.search(name := tag.split("\0")[-1]) and steps[-1] - steps[0] < len(steps):
+        raise UserError(
+            f"log of steps {path}: the tag {name} counts epochs, not steps. Log each step, or every few steps (Keras: "
+            "TensorBoard(update_freq=10))"
+        )
     dated = _dated(path, of[tag], start.begin, end)
     found = list[dict[int, float]]()
     for training in _trainings(dated):

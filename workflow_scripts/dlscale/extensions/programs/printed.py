@@ -131,8 +131,8 @@ MICRO = re.compile(
     r"micro[\s_-]?(?:batch|step)|(?<![a-z])(?:env(?:ironment)?|agent|sim(?:ulat(?:or|ion))?)[\s_-]?steps?|timesteps?",
     re.IGNORECASE,
 )
-#: Text between a unit and `/gpu` or `per device`.
-BEFORE_DEVICE = re.compile(r"[\s,]*[(\[]?\s?", re.IGNORECASE)
+#: Text between a number or its unit and `/gpu` or `per device`.
+BEFORE_DEVICE = re.compile(r"(?:\s?/\s?s(?:ec(?:ond)?)?(?![a-z]))?[\s,]*[(\[]?\s?", re.IGNORECASE)
 #: Words for one step in the label of a duration.
 ONE_STEP = re.compile(r"(?<![a-z])(?:it|iter|iteration|step|batch|minibatch|update)(?![a-z])", re.IGNORECASE)
 #: Number after which a label begins, with the number's unit if further words follow.

@@ -28,6 +28,7 @@ from dlscale.extensions.programs import steps as seen
 from dlscale.extensions.programs.launch import FOLDER
 from dlscale.extensions.programs.revision import fresh
 from dlscale.extensions.programs.running import (
+    GRACE,
     Outcome,
     Reading,
     measured,
@@ -106,6 +107,7 @@ class RunProgram:
             losses=None if enough else self.losses,
             contained=self.contained,
             warn=not self.log,
+            grace=GRACE,
             beside=hang.watch if hang else None,
         )
         if hang and hang.finding:

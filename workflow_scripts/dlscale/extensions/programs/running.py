@@ -158,6 +158,7 @@ def run_command(
     beside: Callable[[int], contextlib.AbstractContextManager[None]] | None = None,
     contained: bool = False,
     warn: bool = True,
+    grace: float | None = None,
 ) -> Outcome:
     """Run a command with this process's input, output and signals; leave no process running.
 
@@ -181,6 +182,8 @@ def run_command(
         Whether the program may run in a container.
     warn
         Whether to print a warning if no step was seen in the first minute; ignored if `pattern` is given.
+    grace
+        Seconds after SIGTERM until the program is killed (default: never, as without dlscale).
     """
     looked = {**(losses or {}), **({"": pattern} if pattern else {})}
     pipe = subprocess.PIPE if looked else None
@@ -199,7 +202,7 @@ def run_command(
             said = "no such command" if missing and not Path(command[0]).exists() else error.strerror
             say(f"dlscale measure: {command[0]}: {said}")
             raise SystemExit(NOT_FOUND if missing else NO_PROGRAM) from None
-        with _forwarding(process) as signals, beside(process.pid) if beside else contextlib.nullcontext():
+        with _forwarding(process, grace) as signals, beside(process.pid) if beside else contextlib.nullcontext():
             copies = [
                 threading.Thread(target=_copy, args=(stream, out.fileno(), finder), daemon=True)
                 for stream, out in zip(process.streams, (sys.stdout, sys.stderr), strict=True)
@@ -360,13 +363,13 @@ def _reaping() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _forwarding(process: KeptProgram) -> Iterator[list[int]]:
+def _forwarding(process: KeptProgram, grace: float | None) -> Iterator[list[int]]:
     """Forward signals to the program, and yield the list of forwarded signals.
 
-    Kill the program if it still runs `GRACE` seconds after SIGTERM.
+    With `grace`, kill the program if it still runs so many seconds after SIGTERM.
     """
     passed = list[int]()
-    killer = threading.Timer(GRACE, process.signal, (signal.SIGKILL,))
+    killer = threading.Timer(grace or 0, process.signal, (signal.SIGKILL,))
     killer.daemon = True
 
     def forward(number: int, frame: FrameType | None) -> None:
@@ -374,7 +377,7 @@ def _forwarding(process: KeptProgram) -> Iterator[list[int]]:
         # A terminal sends Ctrl-C to the program as well, so this signal is not forwarded.
         if not (number == signal.SIGINT and _in_front()):
             process.signal(number)
-        if number == signal.SIGTERM and not killer.is_alive() and not killer.finished.is_set():
+        if grace and number == signal.SIGTERM and not killer.is_alive() and not killer.finished.is_set():
             killer.start()
 
     before = {number: signal.signal(number, forward) for number in FORWARDED}

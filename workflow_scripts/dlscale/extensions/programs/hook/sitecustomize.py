@@ -241,13 +241,15 @@ def copies(loader: Any) -> int:
 def length(index: Any) -> int:
     """Return the number of samples that a sampler chose for a batch; 0 if the number is unknown.
 
-    The number is unknown if each index is itself a list of indices, such as from a `BatchSampler` passed as `sampler`.
+    The number is unknown if each index is itself a list of indices, such as from a `BatchSampler` passed as `sampler`,
+    and if indices are a part of a request, such as {"ids": [3, 5], "size": 224} or (224, [3, 5]).
     """
     try:
         number = len(index)  # raises for an iterator, whose first item `next` would consume
         first = next(iter(index), None)
         several = isinstance(first, (list, set, range, slice)) or bool(getattr(first, "shape", ()))
-        return 0 if several else number
+        mixed = isinstance(index, dict) or (isinstance(index, (list, tuple)) and type(index[0]) is not type(index[-1]))
+        return 0 if several or mixed else number
     except Exception:
         return 0
 
