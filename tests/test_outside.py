@@ -1961,7 +1961,7 @@ for run in (plain, accumulates, two_optimizers, no_loader, texts, boxes, stream,
             class_that_fails, nested, scalars, images, labelled,
             rows_one_by_one, batches_as_items, batches_in_rows, pairs, time_major, joined_graphs, packed,
             drops_samples, drops_pairs, rows_along_time, joined_rows, sampler_of_batches,
-            sampler_of_iterators, last_is_smaller, last_of_many_is_smaller, last_of_six_is_smaller,
+            sampler_of_requests, sampler_of_iterators, last_is_smaller, last_of_many_is_smaller, last_of_six_is_smaller,
             one_batch_for_all, each_batch_four_times, kept_batches,
             two_loaders, skips_batches, reads_ahead, clears_environment, replaces_environment, loses_environment,
             replaces_functions, loses_modules, loader_of_its_own, leaves_epochs, batch_that_fails, step_that_fails):
