@@ -381,6 +381,31 @@ def test_a_diverged_loss_counts_however_it_is_written(
     assert len(caplog.messages) == 1 and "epoch 3" in caplog.text and "2 of 4 epochs" in caplog.text
 
 
+@pytest.mark.parametrize("lines", ["steps and validations", "steps only", "a resumed training"])
+def test_steps_that_begin_again_in_each_epoch_count_on(
+    lines: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log, now = tmp_path / "log.jsonl", 1.7e9
+    with log.open("w") as file:
+        for epoch in range(3):
+            for step in range(10 + 20 * epoch * (lines == "a resumed training"), 41, 10):
+                now += 1
+                entry = {"epoch": epoch, "step": step, "time": now, "loss": epoch + step / 100}
+                file.write(json.dumps(entry) + "\n")
+            if lines == "steps and validations":
+                file.write(json.dumps({"epoch": epoch, "step": 40, "time": now + 0.5, "val": 10.0 * epoch}) + "\n")
+    start = logs.Start(1.7e9)
+    curves = logs.values(log, {"val": "loss/valid", "loss": "loss/train"}, start, (), now + 1)
+    counted = logs.counted_on(log, curves, start, now + 1)
+    if lines == "a resumed training":
+        assert counted == curves and not caplog.text
+        return
+    assert [step for _, step, _ in counted["loss/train"]] == list(range(10, 121, 10))
+    if lines == "steps and validations":
+        assert [(step, value) for _, step, value in counted["loss/valid"]] == [(40, 0.0), (80, 10.0), (120, 20.0)]
+    assert "the steps begin again 2 times, as in each epoch" in caplog.text
+
+
 def test_skipped_values_of_a_log_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A null between numbers is a missing value, not a divergence."""
     log = tmp_path / "log.jsonl"

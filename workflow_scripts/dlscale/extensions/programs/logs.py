@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import json
 import logging
@@ -69,6 +70,9 @@ EXPECTED = (
 
 #: Logged step: time (seconds since 1970-01-01 UTC) and step number.
 Point = tuple[float, int]
+
+#: Time, step and value of each point, by dlscale's names.
+Curves = dict[str, list[tuple[float, int, float]]]
 
 #: Tag, logged time, step and value.
 Row = tuple[str, float | datetime, int, float]
@@ -142,7 +146,7 @@ def logged(path: Path, start: Start, end: float | None = None, own: Iterable[str
 
 def values(
     path: Path, tags: Mapping[str, str], start: Start, own: Iterable[str] = (), end: float | None = None
-) -> dict[str, list[tuple[float, int, float]]]:
+) -> Curves:
     """Return time, step and value of each logged point since the start, by dlscale's names.
 
     `tags` maps the log's tags, or FOLDER/TAG in a folder of event files, to dlscale's names. A folder may also have
@@ -165,6 +169,28 @@ def values(
     for when, (tag, _, step, value) in dated:
         found[tags[tag]].append((when, step, value))
     return {name: sorted(points) for name, points in found.items()}
+
+
+def counted_on(path: Path, curves: Curves, start: Start, end: float) -> Curves:
+    """Return curves whose steps count on where a log of JSON lines begins to count again, such as in each epoch."""
+    if path.is_dir() or ".tfevents." in path.name:
+        return curves
+    trainings = _trainings(_dated(path, _rows(path, start), start.begin, end))
+    if len(trainings) < 2:
+        return curves
+    logging.warning(
+        "log of steps %s: the steps begin again %s, as in each epoch; dlscale counts on from the step before",
+        path,
+        many(len(trainings) - 1, "time"),
+    )
+    begins = [training[0][0] for training in trainings]
+    before = [0, *itertools.accumulate(max(row[2] for _, row in training) for training in trainings)]
+    return {
+        name: [
+            (when, step + before[max(bisect.bisect_right(begins, when) - 1, 0)], value) for when, step, value in points
+        ]
+        for name, points in curves.items()
+    }
 
 
 # ---- contents ----------------------------------------------------------------------------------------

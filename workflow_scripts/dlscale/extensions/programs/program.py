@@ -98,11 +98,22 @@ def main(args: argparse.Namespace) -> None:
             writers = () if resumed else seen.processes(steps) or seen.processes(steps, ("python",))
             start = start if not resumed else logs.Start(begun)  # values of earlier tries count as well
             curves = logs.values(program.log, run.program.losses, start, writers, ended.begin + ended.seconds)
+            if not resumed:
+                curves = logs.counted_on(program.log, curves, start, ended.begin + ended.seconds)
             for tag in percent & run.program.losses.keys():
                 name = run.program.losses[tag]
                 curves[name] = [(time, step, value / 100) for time, step, value in curves.get(name, [])]
         # After a restart from a checkpoint a step may have two values: the last value counts.
-        curves = {name: sorted({point[1]: point for point in points}.values()) for name, points in curves.items()}
+        last = {name: sorted({point[1]: point for point in points}.values()) for name, points in curves.items()}
+        for name in () if resumed else last:
+            if again := len(curves[name]) - len(last[name]):
+                logging.warning(
+                    "%s: %s left out, because a later point has the same step. This is right after a restart; "
+                    "otherwise log a step number that increases through all epochs",
+                    name,
+                    many(again, "point"),
+                )
+        curves = last
         epochs = epochs_of(curves, [] if printed and resumed else ends, found, ended.begin)
         warn_of_divergence(epochs)
         write_text(folder / LOSSES, epoch_lines(epochs))

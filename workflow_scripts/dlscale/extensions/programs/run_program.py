@@ -28,7 +28,6 @@ from dlscale.extensions.programs import steps as seen
 from dlscale.extensions.programs.launch import FOLDER
 from dlscale.extensions.programs.revision import fresh
 from dlscale.extensions.programs.running import (
-    GRACE,
     Outcome,
     Reading,
     measured,
@@ -38,6 +37,7 @@ from dlscale.extensions.programs.running import (
     with_hook,
 )
 from dlscale.extensions.programs.settings import Words
+from dlscale.launch.contain import GRACE
 from dlscale.measure.records import Throughput
 
 
