@@ -1729,6 +1729,16 @@ def test_a_killed_measurement_leaves_nothing_running(tmp_path: Path) -> None:
     until("all have ended", lambda: not any(each.is_running() for each in every))
 
 
+def test_open_files_of_the_shell_are_the_programs(tmp_path: Path) -> None:
+    path = program(tmp_path, "import os, sys; print(open(sys.argv[1]).read()); os.write(3, b'to descriptor 3')")
+    shell = f"{shlex.join([sys.executable, '-m', 'dlscale', 'measure', '--', sys.executable, str(path)])} <(echo lr=1) 3> out"
+    told = subprocess.run(
+        ["bash", "-c", shell], cwd=tmp_path, env=variables(), capture_output=True, text=True, timeout=120, check=False
+    )
+    assert told.stdout.split() == ["lr=1"] and told.returncode == 0, told.stderr
+    assert (tmp_path / "out").read_text() == "to descriptor 3"
+
+
 def test_signals_are_the_programs(tmp_path: Path) -> None:
     """The program can save its state on a signal, and the program's exit status is returned."""
     code = (

@@ -333,6 +333,9 @@ def test_steps_of_a_log_that_counts_epochs() -> None:
     assert steps_at(points, ends, begin=12) == [10, 20, 30, 40]
     assert steps_at(points, ends, begin=0.5) == [0, 0, 11, 21], "the steps of a single attempt must be counted"
     assert steps_at(points, [], begin=12) == [1, 2, 3, 4]
+    numbered = [(float(place), step, 1.0) for place, step in ((9, 1), (18, 2), (27, 3))]
+    dated = [1.7e9 + number for number in range(120)]
+    assert steps_at(numbered, dated, begin=1.7e9) == [40, 80, 120], "a log without times may count epochs"
 
 
 def test_a_metric_comes_from_the_validation_at_the_same_step() -> None:

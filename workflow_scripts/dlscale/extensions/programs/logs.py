@@ -163,8 +163,9 @@ def values(
             times.get(id(row), -math.inf) < times.get(id(before), math.inf) - SKEW_SECONDS
             for before, row in itertools.pairwise([*rows[:1], *rows])
         ):
-            raise UserError("not one clock")
-    except UserError:
+            raise UserError(f"log of steps {path}: its times jump back")
+    except UserError as error:
+        logging.warning("%s. Its times are ignored; its points count in the order of the log", error)
         dated = [(float(number), row) for number, row in enumerate(rows, 1)]
     for when, (tag, _, step, value) in dated:
         found[tags[tag]].append((when, step, value))
@@ -175,7 +176,12 @@ def counted_on(path: Path, curves: Curves, start: Start, end: float) -> Curves:
     """Return curves whose steps count on where a log of JSON lines begins to count again, such as in each epoch."""
     if path.is_dir() or ".tfevents." in path.name:
         return curves
-    trainings = _trainings(_dated(path, _rows(path, start), start.begin, end))
+    try:
+        trainings = _trainings(_dated(path, _rows(path, start), start.begin, end))
+        for training in trainings:
+            _check_order(path, training)
+    except UserError:  # without times, or with several counters
+        return curves
     if len(trainings) < 2:
         return curves
     logging.warning(

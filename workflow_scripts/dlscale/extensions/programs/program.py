@@ -329,13 +329,17 @@ def _by_step(curve: list[Point], points: list[Point]) -> dict[int, float]:
 def steps_at(points: list[Point], ends: list[float], begin: float) -> list[int]:
     """Return the number of steps until each point, counted by the steps' end times `ends`.
 
-    With points of earlier tries, or without `ends`, return the step numbers in the log, multiplied by the last try's
-    steps per logged step number, because a log may count epochs.
+    With points of earlier tries, without `ends`, or if the log's times cannot be read, return the step numbers in the
+    log, multiplied by the last try's steps per logged step number, because a log may count epochs.
     """
     counted = [bisect.bisect_right(ends, time) for time, _, _ in points]
     here = [(count, step) for count, (time, step, _) in zip(counted, points, strict=True) if time >= begin]
     if ends and len(here) == len(points):
         return counted
+    if (
+        ends and points and points[-1][0] < logs.OLDEST <= begin
+    ):  # numbers of points instead of times: the last is at the end
+        return [round(step * len(ends) / (points[-1][1] or 1)) for _, step, _ in points]
     made, numbers = (here[-1][0] - here[0][0], here[-1][1] - here[0][1]) if here else (0, 0)
     each = made / numbers if made > 0 and numbers > 0 else 1.0  # more than 1 if the log counts epochs
     return [round(step * each) for _, step, _ in points]
