@@ -1731,7 +1731,8 @@ def test_a_killed_measurement_leaves_nothing_running(tmp_path: Path) -> None:
 
 def test_open_files_of_the_shell_are_the_programs(tmp_path: Path) -> None:
     path = program(tmp_path, "import os, sys; print(open(sys.argv[1]).read()); os.write(3, b'to descriptor 3')")
-    shell = f"{shlex.join([sys.executable, '-m', 'dlscale', 'measure', '--', sys.executable, str(path)])} <(echo lr=1) 3> out"
+    command = shlex.join([sys.executable, "-m", "dlscale", "measure", "--", sys.executable, str(path)])
+    shell = f"{command} <(echo lr=1) 3> out"
     told = subprocess.run(
         ["bash", "-c", shell], cwd=tmp_path, env=variables(), capture_output=True, text=True, timeout=120, check=False
     )
