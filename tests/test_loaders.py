@@ -301,6 +301,18 @@ def test_workers_ranks_and_resume_points_do_not_change_samples(
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("loader")]
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("name", [marked(name) for name in LOADERS if not name.startswith("dali")])
+def test_a_file_that_disappears_is_one_message(tmp_path: Path, name: str, workers: int) -> None:
+    """The message of a worker has no traceback."""
+    samples = crops(tmp_path, {})
+    for path in tmp_path.rglob("*.h5"):
+        path.unlink()
+    with pytest.raises(UserError) as raised, closing(LOADERS[name](samples, Share(4), workers)) as loader:
+        next(loader.epoch(0))
+    assert str(raised.value).startswith(f"{tmp_path}/") and str(raised.value).endswith(".h5: no such file")
+
+
 @pytest.mark.parametrize("kind", [marked(kind) for kind in SETTINGS])
 @pytest.mark.parametrize("study", TINY)
 def test_every_loader_serves_every_study(
