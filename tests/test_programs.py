@@ -41,7 +41,7 @@ from dlscale.extensions.programs.launch import (
     TORCHRUN_VARIABLES,
     launch_program,
 )
-from dlscale.extensions.programs.program import SOURCES, earlier, epochs_of, steps_at, warn_of_divergence
+from dlscale.extensions.programs.program import SOURCES, earlier, epochs_of, of_ranks, steps_at, warn_of_divergence
 from dlscale.extensions.programs.running import HOOK, PRINTED
 from dlscale.extensions.programs.settings import Program
 from dlscale.launch.launcher import ContainerMounts
@@ -366,6 +366,46 @@ def test_samples_of_a_program_are_known_or_missing(
     epoch = json.loads(epoch_lines(epochs).splitlines()[0])
     assert (epoch["samples"], epoch["samples_per_second"], epoch["epoch_seconds"]) == expected
     assert epochs[0].step == 4
+
+
+FOUND: Any = SimpleNamespace(full=SimpleNamespace(mean=8.0), outside=SimpleNamespace(samples=True), batch_size=8)
+
+
+def test_a_metric_that_is_printed_at_some_validations_belongs_to_them() -> None:
+    """A metric may also be printed before the loss, more often than the loss, or minutes after the loss."""
+    losses: list[Any] = [(100.0 * epoch, epoch, 1 / epoch) for epoch in range(1, 7)]
+    ends = [float(time) for time in range(1, 601)]
+
+    def metrics(times: list[float]) -> list[float | None]:
+        curves = {"loss/valid": losses, "valid/mAP": [(time, n, time) for n, time in enumerate(times, 1)]}
+        return [epoch.metrics.get("mAP") for epoch in epochs_of(curves, ends, FOUND, begin=0.0, rows=True)]
+
+    assert metrics([201.0, 401.0, 601.0]) == [None, 201, None, 401, None, 601]
+    assert metrics([199.0, 601.0]) == [None, 199, None, None, None, 601]
+    assert metrics([101.0, 140.0, 201.0, 301.0, 401.0, 470.0, 501.0, 601.0]) == [101, 201, 301, 401, 501, 601]
+    assert metrics([180.0, 280.0, 380.0, 480.0, 580.0, 680.0]) == [180, 280, 380, 480, 580, 680]
+
+
+@pytest.mark.parametrize("last", [0, 1])
+def test_epochs_that_count_from_0_are_all_kept(last: int) -> None:
+    """If the training has a value at 0 as well, epoch 0 is an epoch; otherwise it is the untrained model."""
+    valid: list[Any] = [(100.0 * epoch, epoch, 10.0 * epoch) for epoch in range(5)]
+    trained: list[Any] = [(100.0 * epoch, epoch, 1.0) for epoch in range(1 - last, 5)]
+    epochs = epochs_of({"loss/valid": valid, "loss/train": trained}, [], FOUND, begin=0.0)
+    assert [epoch.step for epoch in epochs] == [1, 2, 3, 4, 5][: 4 + last]
+    assert epochs[0].valid_loss == (0 if last else 10) and (epochs[0].untrained is None) == bool(last)
+
+
+def test_validations_that_each_process_prints_count_once(caplog: pytest.LogCaptureFixture) -> None:
+    every = {"loss/valid": [(10.0, 1.0), (10.1, 3.0), (20.0, 0.5), (20.2, 0.7)], "loss/train": [(9.0, 1.0)] * 4}
+    assert of_ranks(every, 2, 0.0) == {
+        "loss/valid": [(10.1, 2.0), (20.2, pytest.approx(0.6))],
+        "loss/train": [(9.0, 1.0)] * 4,
+    }
+    assert "loss/valid: each of 2 processes printed its value; their means count" in caplog.text
+    caplog.clear()
+    for processes, points in ((1, every["loss/valid"]), (2, [(10.0, 1.0), (20.0, 0.5)]), (2, [(1.0, 1.0)] * 3)):
+        assert of_ranks({"loss/valid": points}, processes, 0.0) == {"loss/valid": points} and not caplog.text
 
 
 @pytest.mark.parametrize("written", ['"NaN"', "null", "NaN", '"Infinity"', '"-inf"', "1e999"])

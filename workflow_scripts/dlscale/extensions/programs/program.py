@@ -46,6 +46,9 @@ CURVES = "out.losses.json"
 #: Point of a curve: seconds since 1970-01-01 UTC, step, value.
 Point = tuple[float, int, float]
 
+#: Printed value: time (seconds since 1970-01-01 UTC) and value.
+Printed = tuple[float, float]
+
 
 def main(args: argparse.Namespace) -> None:
     """Run the program of `args.config`; write `program.json`.
@@ -92,7 +95,8 @@ def main(args: argparse.Namespace) -> None:
     if run.program.losses:
         own = seen.read(steps)[1]
         ends = own[0].steps if own else []
-        curves = before.merged(ended.losses, ends) if resumed else _by_row(ended.losses)
+        losses = of_ranks(ended.losses, max(len(own), len(ended.ranks)), ended.begin)
+        curves = before.merged(losses, ends) if resumed else _by_row(losses)
         if program.log:
             percent, start = registry.study(run.study).published_log.percent, program.log_start
             writers = () if resumed else seen.processes(steps) or seen.processes(steps, ("python",))
@@ -114,7 +118,7 @@ def main(args: argparse.Namespace) -> None:
                     many(again, "point"),
                 )
         curves = last
-        epochs = epochs_of(curves, [] if printed and resumed else ends, found, ended.begin)
+        epochs = epochs_of(curves, [] if printed and resumed else ends, found, ended.begin, rows=printed)
         warn_of_divergence(epochs)
         write_text(folder / LOSSES, epoch_lines(epochs))
     shutil.rmtree(steps)
@@ -159,7 +163,27 @@ class Earlier:
         return found
 
 
-def _by_row(losses: Mapping[str, list[tuple[float, float]]]) -> dict[str, list[Point]]:
+def of_ranks(losses: Mapping[str, list[Printed]], processes: int, begin: float) -> Mapping[str, list[Printed]]:
+    """Return printed values; if each process printed its validations, the means over the processes, with a warning.
+
+    This is assumed if each `processes` values are close together: within a quarter of the time since the values before.
+    """
+    found = dict(losses)
+    for name in losses if processes > 1 else ():
+        points = sorted(losses[name])
+        groups = [points[at : at + processes] for at in range(0, len(points), processes)]
+        if name.startswith("loss/train") or not groups or len(groups[-1]) < processes:
+            continue
+        before = [begin, *(group[-1][0] for group in groups)]
+        if all(
+            4 * (group[-1][0] - group[0][0]) < group[0][0] - last for last, group in zip(before, groups, strict=False)
+        ):
+            logging.warning("%s: each of %d processes printed its value; their means count", name, processes)
+            found[name] = [(group[-1][0], statistics.fmean(value for _, value in group)) for group in groups]
+    return found
+
+
+def _by_row(losses: Mapping[str, list[Printed]]) -> dict[str, list[Point]]:
     return {
         name: [(time, row, value) for row, (time, value) in enumerate(points, 1)] for name, points in losses.items()
     }
@@ -237,7 +261,9 @@ def steps_until(time: float, ends: list[float], marks: list[float]) -> int:
 # ---- the record --------------------------------------------------------------------------------------
 
 
-def epochs_of(curves: dict[str, list[Point]], ends: list[float], found: Throughput, begin: float) -> list[Epoch]:
+def epochs_of(
+    curves: dict[str, list[Point]], ends: list[float], found: Throughput, begin: float, rows: bool = False
+) -> list[Epoch]:
     """Return an epoch for each validation that a program logged.
 
     Parameters
@@ -251,14 +277,21 @@ def epochs_of(curves: dict[str, list[Point]], ends: list[float], found: Throughp
         The program's speed.
     begin
         Start of the last try, seconds since 1970-01-01 UTC; points before this time are from earlier tries.
+    rows
+        Whether the points' step numbers are only the numbers of the printed values.
     """
     assert found.full and found.outside
     size, speed = found.batch_size, found.full.mean if found.outside.samples else None
     rate = _step_rate(found, ends)
     epochs, before, since, untrained = list[Epoch](), 0, -math.inf, None
     points = curves.get("loss/valid", [])
-    measured = {name: _by_step(curve, points) for name, curve in curves.items() if name.startswith("valid/")}
-    for number, ((time, step, value), done) in enumerate(zip(points, steps_at(points, ends, begin), strict=True)):
+    pair = _by_time if rows else _by_step
+    measured = {name: pair(curve, points) for name, curve in curves.items() if name.startswith("valid/")}
+    counted = steps_at(points, ends, begin)
+    # A log that counts epochs from 0 also has training values at 0.
+    if not ends and counted == [*range(len(counted))] and any(not step for _, step, _ in curves.get("loss/train", [])):
+        counted = [step + 1 for step in counted]
+    for number, ((time, step, value), done) in enumerate(zip(points, counted, strict=True)):
         trained = [each for when, _, each in curves.get("loss/train", []) if since < when <= time]
         rates = [each for when, _, each in curves.get("learning_rate", []) if when <= time]
         metrics = {name.partition("/")[2]: values[step] for name, values in measured.items() if step in values}
@@ -324,6 +357,19 @@ def _by_step(curve: list[Point], points: list[Point]) -> dict[int, float]:
     if values.keys() & {step for _, step, _ in points}:
         return values
     return {step: value for (_, step, _), (_, _, value) in zip(points, curve, strict=False)}
+
+
+def _by_time(curve: list[Point], points: list[Point]) -> dict[int, float]:
+    """Return a metric's printed values by the numbers of the validations.
+
+    Without one value for each validation, a value belongs to the validation that was printed nearest to it.
+    """
+    if len(curve) == len(points):
+        return {step: value for (_, step, _), (_, _, value) in zip(points, curve, strict=True)}
+    nearest = [min(points, key=lambda point: abs(point[0] - time)) for time, _, _ in curve]
+    # If a metric is printed more often, the value nearest to a validation counts.
+    order = sorted(zip(curve, nearest, strict=True), key=lambda pair: -abs(pair[0][0] - pair[1][0]))
+    return {point[1]: value for (_, _, value), point in order}
 
 
 def steps_at(points: list[Point], ends: list[float], begin: float) -> list[int]:
