@@ -2247,7 +2247,7 @@ def test_four_ways_agree_within_their_intervals(tmp_path: Path) -> None:
     ("text", "mode", "status", "message"),
     [
         ("echo", 0o644, 126, "Permission denied"),
-        ("echo", 0o755, 126, "Exec format error"),
+        ("echo", 0o755, 126, "Exec format error. If it is a script without #! line, start it with its shell: sh "),
         ("#!/no/such", 0o755, 127, "No such file or directory"),
         (None, 0, 126, "Permission denied"),
     ],

@@ -199,7 +199,9 @@ def run_command(
         except OSError as error:
             missing = error.errno == errno.ENOENT
             # If the file exists, the interpreter in its first line is missing.
-            said = "no such command" if missing and not Path(command[0]).exists() else error.strerror
+            said = "no such command" if missing and not Path(command[0]).exists() else str(error.strerror)
+            if error.errno == errno.ENOEXEC:
+                said += f". If it is a script without #! line, start it with its shell: sh {command[0]}"
             say(f"dlscale measure: {command[0]}: {said}")
             raise SystemExit(NOT_FOUND if missing else NO_PROGRAM) from None
         with _forwarding(process, grace) as signals, beside(process.pid) if beside else contextlib.nullcontext():
