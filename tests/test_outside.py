@@ -2247,7 +2247,7 @@ def test_four_ways_agree_within_their_intervals(tmp_path: Path) -> None:
     ("text", "mode", "status", "message"),
     [
         ("echo", 0o644, 126, "Permission denied"),
-        ("echo", 0o755, 126, "Exec format error. If it is a script without #! line, start it with its shell: sh "),
+        ("echo", 0o755, 126, "Exec format error. If it is a script without #! line, start it with its shell: sh {path}"),
         ("#!/no/such", 0o755, 127, "No such file or directory"),
         (None, 0, 126, "Permission denied"),
     ],
@@ -2262,6 +2262,7 @@ def test_a_command_that_cannot_be_run_gives_one_message(
         path.write_text(text)
         path.chmod(mode)
     ended = measure(tmp_path, "--", path)
+    message = message.replace("{path}", str(path))
     assert (ended.returncode, ended.stderr) == (status, f"dlscale measure: {path}: {message}\n")
     assert not any((tmp_path / "results/plans" / PLAN).glob("*"))
 
