@@ -2243,11 +2243,14 @@ def test_four_ways_agree_within_their_intervals(tmp_path: Path) -> None:
         assert centre == pytest.approx(watch[0], abs=reach + watch[1] + 0.03 * watch[0]), (told, watch)
 
 
+SHELL = "If it is a script without #! line, start it with its shell: sh {path}"
+
+
 @pytest.mark.parametrize(
     ("text", "mode", "status", "message"),
     [
         ("echo", 0o644, 126, "Permission denied"),
-        ("echo", 0o755, 126, "Exec format error. If it is a script without #! line, start it with its shell: sh {path}"),
+        ("echo", 0o755, 126, f"Exec format error. {SHELL}"),
         ("#!/no/such", 0o755, 127, "No such file or directory"),
         (None, 0, 126, "Permission denied"),
     ],
