@@ -386,6 +386,20 @@ def test_a_metric_that_is_printed_at_some_validations_belongs_to_them() -> None:
     assert metrics([180.0, 280.0, 380.0, 480.0, 580.0, 680.0]) == [180, 280, 380, 480, 580, 680]
 
 
+@pytest.mark.parametrize("every", [4, 20])
+@pytest.mark.parametrize("rows", [False, True])
+def test_training_losses_belong_to_their_epoch(rows: bool, every: int) -> None:
+    """The mean of an epoch of 20 steps may be logged after the validation, as Lightning does."""
+    valid: list[Any] = [(100.0 * epoch, epoch if rows else 20 * epoch, 0.5) for epoch in (1, 2, 3)]
+    late = every == 20 or not rows
+    train: list[Any] = [
+        (5.0 * step + 2 * (late and step % 20 == 0), row if rows else step, (step - 1) // 20 + 1.0)
+        for row, step in enumerate(range(every, 61, every), 1)
+    ]
+    epochs = epochs_of({"loss/valid": valid, "loss/train": train}, [], FOUND, begin=0.0, rows=rows)
+    assert [epoch.train_loss for epoch in epochs] == [1, 2, 3]
+
+
 @pytest.mark.parametrize("last", [0, 1])
 def test_epochs_that_count_from_0_are_all_kept(last: int) -> None:
     """If the training has a value at 0 as well, epoch 0 is an epoch; otherwise it is the untrained model."""

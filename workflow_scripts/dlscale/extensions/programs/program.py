@@ -285,6 +285,7 @@ def epochs_of(
     rate = _step_rate(found, ends)
     epochs, before, since, untrained = list[Epoch](), 0, -math.inf, None
     points = curves.get("loss/valid", [])
+    trained_by = _trained(curves.get("loss/train", []), points, rows)
     pair = _by_time if rows else _by_step
     measured = {name: pair(curve, points) for name, curve in curves.items() if name.startswith("valid/")}
     counted = steps_at(points, ends, begin)
@@ -292,7 +293,7 @@ def epochs_of(
     if not ends and counted == [*range(len(counted))] and any(not step for _, step, _ in curves.get("loss/train", [])):
         counted = [step + 1 for step in counted]
     for number, ((time, step, value), done) in enumerate(zip(points, counted, strict=True)):
-        trained = [each for when, _, each in curves.get("loss/train", []) if since < when <= time]
+        trained = trained_by[number]
         rates = [each for when, _, each in curves.get("learning_rate", []) if when <= time]
         metrics = {name.partition("/")[2]: values[step] for name, values in measured.items() if step in values}
         train_loss = statistics.fmean(trained) if trained else math.nan
@@ -357,6 +358,22 @@ def _by_step(curve: list[Point], points: list[Point]) -> dict[int, float]:
     if values.keys() & {step for _, step, _ in points}:
         return values
     return {step: value for (_, step, _), (_, _, value) in zip(points, curve, strict=False)}
+
+
+def _trained(curve: list[Point], points: list[Point], rows: bool) -> list[list[float]]:
+    """Return the training losses that belong to each validation.
+
+    They were logged since the validation before. Lightning, for example, logs the mean of an epoch after the validation
+    of this epoch, but with the same step. One loss for each validation belongs to it in any order.
+    """
+    if len(curve) == len(points):
+        return [[value] for _, _, value in curve]
+    by_step = not rows and {step for _, step, _ in points} <= {step for _, step, _ in curve}
+    marks = [each[by_step] for each in points]
+    return [
+        [each[2] for each in curve if last < each[by_step] <= mark]
+        for last, mark in itertools.pairwise([-math.inf, *marks])
+    ]
 
 
 def _by_time(curve: list[Point], points: list[Point]) -> dict[int, float]:
