@@ -1740,6 +1740,29 @@ def test_open_files_of_the_shell_are_the_programs(tmp_path: Path) -> None:
     assert (tmp_path / "out").read_text() == "to descriptor 3"
 
 
+def test_a_pipe_that_does_not_wait_loses_no_output(tmp_path: Path) -> None:
+    path = program(tmp_path, "for number in range(300): print('avg', number + 1, 'samples/s', '.' * 1000, flush=True)")
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    command = [
+        sys.executable,
+        "-m",
+        "dlscale",
+        "measure",
+        "--rate",
+        r"avg ([\d.]+) samples/s",
+        "--",
+        sys.executable,
+        path,
+    ]
+    with subprocess.Popen(command, cwd=tmp_path, env=variables(), stdout=write, stderr=subprocess.DEVNULL):
+        os.close(write)
+        time.sleep(5)  # the pipe is full
+        with open(read) as lines:
+            text = lines.read()
+    assert [int(number) for number in re.findall(r"avg (\d+) ", text)] == list(range(1, 301))
+
+
 def test_signals_are_the_programs(tmp_path: Path) -> None:
     """The program can save its state on a signal, and the program's exit status is returned."""
     code = (

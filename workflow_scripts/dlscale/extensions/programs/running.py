@@ -7,6 +7,7 @@ import errno
 import logging
 import os
 import re
+import select
 import shutil
 import signal
 import stat
@@ -437,7 +438,10 @@ def _write(out: int, data: bytes) -> None:
     """Write all bytes; ignore errors, such as a closed pipe."""
     with contextlib.suppress(OSError):
         while data:
-            data = data[os.write(out, data) :]
+            try:
+                data = data[os.write(out, data) :]
+            except BlockingIOError:  # a full pipe of a caller that does not let writers wait
+                select.select([], [out], [])
 
 
 def _waits() -> list[float | None]:
