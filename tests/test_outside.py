@@ -194,12 +194,15 @@ def test_a_model_that_makes_steps_in_evaluation_mode_is_trained(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize("hook", [True, False])
-def test_timed_validations_are_no_steps(tmp_path: Path, nested: bool, hook: bool) -> None:
-    """Loops over `timed(loader)` without a step of an optimiser validate, if other loops have such steps."""
+@pytest.mark.parametrize("how", ["optimiser", "gradients", "unknown", "one loader"])
+def test_timed_validations_are_no_steps(tmp_path: Path, nested: bool, how: str) -> None:
+    """Loops over `timed(loader)` validate if only other loops have steps of an optimiser, or have gradients.
+
+    Without PyTorch, the steps of all loops count, with a warning if there are several loaders.
+    """
     clock, loops = Clock(tmp_path, way="timed"), 0
 
-    def loop(count: int, loader: int, seconds: float, stepped: int, inner: bool = False) -> None:
+    def loop(count: int, loader: int, seconds: float, stepped: bool, inner: bool = False) -> None:
         nonlocal loops
         loops += 1
         own = loops
@@ -207,20 +210,23 @@ def test_timed_validations_are_no_steps(tmp_path: Path, nested: bool, hook: bool
         for number in range(count):
             clock.iterator = own
             clock.batch(0.01)
+            if how == "gradients" and loader == 2:
+                clock.note(f"u {own}")
             clock.now += seconds
             if inner and number % 5 == 4:
-                loop(4, 2, 0.02, 0)
+                loop(4, 2, 0.02, False)
             clock.note(f"s {clock.now:.6f} 0.0 0 {own} {stepped * (number % 2)}")
 
     for _ in range(10):
-        loop(20, 1, 0.04, int(hook), nested)
-        if not nested:
-            loop(10, 2, 0.02, 0)
-    loop(1, 1, 0.04, 0)  # a short epoch, within an accumulation
+        loop(20, 1, 0.04, how == "optimiser", nested and how != "one loader")
+        if not nested and how != "one loader":
+            loop(10, 2, 0.02, False)
+    loop(1, 1, 0.04, False)  # a short epoch, within an accumulation
     (process,) = steps.read(tmp_path)[1]
     found = steps.pace([process])
-    assert len(process.steps) == (201 if hook else 361 if nested else 301)
-    assert found and (not hook or found.rates == pytest.approx([160.0] * steps.WINDOWS)) and found.batch_size == 8
+    assert len(process.steps) == (201 if how != "unknown" else 361 if nested else 301)
+    assert found and found.batch_size == 8 and process.unclear == (how == "unknown")
+    assert how == "unknown" or found.rates == pytest.approx([160.0] * steps.WINDOWS)
 
 
 @pytest.mark.parametrize("validates", [False, True])
@@ -2245,6 +2251,35 @@ def test_loops_of_all_kinds(
     pace = steps.pace(processes)
     assert pace and [len(process.steps) for process in processes] == [count]
     assert (pace.batch_size, pace.samples, pace.processes) == (batch, batch is not None, 1)
+
+
+#: Training whose loaders are all wrapped by `timed`, with validations after or within epochs.
+TIMED = """
+import sys, sitecustomize
+sys.path.insert(0, str(sitecustomize.HERE.parent))
+from timed import timed
+train_loader, valid = timed(DataLoader(Rows(), batch_size=8)), timed(DataLoader(Rows(), batch_size=40))
+for epoch in range(2):
+    for number, x in enumerate(train_loader):
+        model(x).square().mean().backward()
+        adam.step()
+        adam.zero_grad()
+        if sys.argv[1] == "within" and number % 20 == 5:
+            for x in valid: model(x)
+    if sys.argv[1] == "after":
+        for x in valid: model(x)
+"""
+
+
+@pytest.mark.parametrize("when", ["within", "after"])
+def test_timed_around_all_loaders_counts_training_alone(tmp_path: Path, when: str) -> None:
+    ended = hooked(tmp_path, program(tmp_path, LOOPS.partition("for run in")[0] + TIMED), when)
+    assert ended.returncode == 0 and not ended.stderr
+    way, (process,) = steps.read(tmp_path / "steps")
+    assert (way, len(process.steps), process.unclear) == ("timed", 120, False)
+    assert sum(batch[1] == "0" for batch in process.batches) == 120 < len(process.batches)
+    found = steps.pace([process])
+    assert found and (found.batch_size, found.samples) == (8, True)
 
 
 AHEAD = """

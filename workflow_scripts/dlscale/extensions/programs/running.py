@@ -509,6 +509,11 @@ def _measured(
     for each in processes:
         if each.damaged:
             logging.warning("%s: line %d is damaged; skipped this line and all later lines", each.file, each.damaged)
+    if any(each.unclear for each in processes):
+        say(
+            "dlscale measure: the program uses `timed` with several loaders, and the steps of all loops count. If some "
+            "of these loops are validations, use `timed` only with the training's loader"
+        )
     reading = _with_delivered(reading, processes)
     first = "rate" if reading.rate else "log" if reading.log and (reading.log_first or not processes) else way
     try:

@@ -94,6 +94,7 @@ class Process:
     started: dict[str, list[Span]] = field(default_factory=dict)
     ended: dict[str, list[Span]] = field(default_factory=dict)
     ungraded: Counter[str] = field(default_factory=Counter)  #: Batches requested without gradients, by iterator.
+    unclear: bool = False  #: Whether some loops over `timed(loader)` may be validations.
     #: Batches: time of delivery, name of the loader's iterator, seconds waited, samples (0: unknown; negative: length
     #: of a short batch, see `with_short`).
     batches: list[tuple[float, str, float, int]] = field(default_factory=list)
@@ -198,19 +199,18 @@ def with_split_steps(process: Process) -> Process:
 def without_validations(process: Process) -> Process:
     """Return a process without the steps of validations over `timed(loader)`.
 
-    A loop validates if other loops contain steps of PyTorch's optimisers, but this loop does not, and if its loader is
-    not one of theirs, or gives batches without gradients.
+    A loop validates if its batches have no gradients and it contains no step of PyTorch's optimisers, or if it contains
+    no such step, but loops over another loader do.
     """
     if not process.in_loops:
         return process
     training = {loop for loop, stepped in process.in_loops if stepped}
     loaders = {loop: loader for _, loop, loader in process.loops}
     trained = {loaders.get(loop, "") for loop in training}
-    validating = {
-        loop
-        for loop in {loop for loop, _ in process.in_loops} - training
-        if training and (loaders.get(loop) not in trained or process.ungraded[loop])
-    }
+    others = {loop for loop, _ in process.in_loops} - training
+    validating = {loop for loop in others if process.ungraded[loop] or (training and loaders.get(loop) not in trained)}
+    validating = validating if training or others > validating else set()
+    used = Counter(loader for _, loop, loader in process.loops if loop in others - validating)
     kept = [number for number, (loop, _) in enumerate(process.in_loops) if loop not in validating]
     names = defaultdict[str, str](lambda: "0", {loop: loop for loop in validating})  # trainings share a name
     started, ended = (
@@ -222,6 +222,7 @@ def without_validations(process: Process) -> Process:
         steps=[process.steps[number] for number in kept],
         computed=[process.computed[number] for number in kept],
         in_loops=[],
+        unclear=not training and sum(count > 1 for count in used.values()) > 1,
         loops=[each for each in process.loops if each[1] not in validating],
         batches=[(time, names[loop], *rest) for time, loop, *rest in process.batches],
         fetchers={names[loop]: process.fetchers[loop] for loop in process.fetchers},
