@@ -478,8 +478,8 @@ def _within(begin: float, end: float, spans: Sequence[Span]) -> float:
 def _pauses(process: Process, training: set[str], span: Span, away: Sequence[Span]) -> dict[str, float]:
     """Return the seconds outside the steps in a span, by kind; the spans `away` do not count.
 
-    `other`: time from the request of a batch of a loader other than the training's until the next event; `longest`:
-    longest remaining time without a batch or a step.
+    `other`: time in evaluation mode (`evaluations`), and time from the request of a batch of a loader other than the
+    training's until the next event; `longest`: longest remaining time without a batch or a step.
     """
     spans = evaluations(process)
     events = [(time, time, True) for time in process.steps]
