@@ -28,7 +28,7 @@ import psutil
 from dlscale.core import machine, registry, telemetry
 from dlscale.core.errors import UserError, brief
 from dlscale.core.noise import interval
-from dlscale.core.text import duration, many, number
+from dlscale.core.text import duration, many, number, percent
 from dlscale.extensions.programs import logs
 from dlscale.extensions.programs import steps as seen
 from dlscale.extensions.programs.keeper import KeptProgram, adopt_orphans
@@ -518,6 +518,11 @@ def _measured(
     for each in processes:
         if each.damaged:
             logging.warning("%s: line %d is damaged; skipped this line and all later lines", each.file, each.damaged)
+    if any(each.unclear for each in processes):
+        say(
+            "dlscale measure: the program uses `timed` with several loaders, and the steps of all loops count. If some "
+            "of these loops are validations, use `timed` only with the training's loader"
+        )
     reading = _with_delivered(reading, processes)
     first = "rate" if reading.rate else "log" if reading.log and (reading.log_first or not processes) else way
     try:
@@ -531,6 +536,13 @@ def _measured(
         way = first
     apart = () if profiled else apart
     mean = interval(found.rates)[0]  # trimmed, like the mean that the terminal shows
+    if found.regular:
+        every, added = found.regular
+        alone = f"{number(mean / (1 - added))} {SAMPLE_RATE if found.samples else STEP_RATE}"
+        say(
+            f"dlscale measure: regular long steps, {every} steps apart, take {percent(added)} of the time in the rate. "
+            f"If they contain a validation or a checkpoint, the training alone makes {alone}"
+        )
     full = Trials(
         trial_throughput=found.rates,
         trial_time=found.seconds,
@@ -621,8 +633,9 @@ def _pace_by(
         longest = max(found, key=len, default=[])
         if wrong := processes and seen.log_counts_other(longest, processes[0]):
             raise UserError(f"{reading.log}: {wrong}")
-        _check_log(seen.pace_of_log(longest, reading.batch_size, apart), reading, processes, apart)
-        compute_pace = partial(seen.pace_of_log, longest, reading.batch_size)
+        evaluated = seen.evaluations(processes[0]) if processes else []
+        _check_log(seen.pace_of_log(longest, reading.batch_size, apart, evaluated), reading, processes, apart)
+        compute_pace = partial(seen.pace_of_log, longest, reading.batch_size, evaluated=evaluated)
         trainings = len([training for training in found if len(training) > 2])
     else:
         compute_pace = partial(seen.pace, processes, reading.batch_size)
