@@ -1017,6 +1017,80 @@ def test_relative_humidity_needs_known_units(temperature: str, moisture: str, wr
         np.testing.assert_allclose(source.read(0, 1)["fields"][0, 0], expected, rtol=1e-5)
 
 
+MEMBER, OVER_TIME = {"productDefinitionTemplateNumber": 1}, {"productDefinitionTemplateNumber": 8, "stepType": "accum"}
+ABOVE, ENSEMBLE, RAIN = (
+    {"typeOfLevel": "heightAboveGround"},
+    {"productDefinitionTemplateNumber": 2},
+    {"paramId": 228, **OVER_TIME},
+)
+#: Channel, GRIB keys of the fields at even and at odd times, and the property in which they differ, by case.
+KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
+    "members": ("t2m", {**MEMBER, "number": 0}, {**MEMBER, "number": 3}, "number is 0 in .*, 3 in"),
+    "a member and no member": ("t2m", {}, {**MEMBER, "number": 3}, "number is 0 in .*, 3 in"),
+    "heights": ("t", {**ABOVE, "level": 80}, {**ABOVE, "level": 90}, "is heightAboveGround 80 in .*, .*Ground 90 in"),
+    "level types": ("t", {**ABOVE, "level": 80}, {"typeOfLevel": "surface"}, "Ground 80 in .*, surface 0 in"),
+    "step types": ("t2m", {}, {**OVER_TIME, "stepRange": "0-6"}, "stepType is instant in .*, accum in"),
+    "lengths": ("tp", {**RAIN, "stepRange": "0-6"}, {**RAIN, "stepRange": "0-12"}, "is 6 h in .*, 12 h in"),
+    "mean and spread": (
+        "t2m",
+        {**ENSEMBLE, "derivedForecast": 0},
+        {**ENSEMBLE, "derivedForecast": 4},
+        " 0 in .*, 4 in",
+    ),
+}
+
+
+@pytest.mark.parametrize("files", [1, 2])
+@pytest.mark.parametrize("case", KINDS)
+def test_grib_fields_of_different_kinds_are_refused(tmp_path: Path, case: str, files: int) -> None:
+    """Members, levels or statistics over time that alternate in a file, or differ between files, are no series."""
+    channel, *keys, words = KINDS[case]
+    states, paths = atmosphere(names=("t2m",)), [tmp_path / name for name in ("a.grib", "b.grib")[:files]]
+    for number, its in enumerate(keys):
+        chosen = slice(number, None, 2) if files == 1 else slice(8 * number, 8 * number + 8)
+        hours = np.timedelta64(int(its.get("stepRange", "0-0").partition("-")[2]), "h")
+        fields_of_kind = states.isel(time=chosen)
+        write_grib(fields_of_kind.assign_coords(time=fields_of_kind.time - hours), paths[-number], "ab", **its)
+    message = refused(*paths, channels=(channel,))
+    assert re.search(f"'{channel}' has fields of different kinds: .*{words}", message), message
+
+
+def test_accumulations_over_equal_times_are_one_series(tmp_path: Path) -> None:
+    """Accumulations over 6 hours from two forecasts, and instantaneous fields of several lead times, are read."""
+    states, path = atmosphere(names=("t2m",)), tmp_path / "a.grib"
+    for number, span in enumerate(("0-6", "6-12")):
+        end = np.timedelta64(6 + 6 * number, "h")
+        some = states.isel(time=slice(number, None, 2))
+        keys = {**RAIN, "stepRange": span}
+        write_grib(some.assign_coords(time=some.time - end), path, "ab", **keys)
+        write_grib(some.assign_coords(time=some.time - end), path, "ab", forecastTime=6 + 6 * number)
+    for channel in ("tp", "t2m"):
+        source = open_source(settings([channel]), part(), [path])
+        np.testing.assert_array_equal(fields(source)[:, 0], states.t2m)
+
+
+def test_netcdf_files_of_different_kinds_are_refused(tmp_path: Path) -> None:
+    """Members, GRIB's step types and CF's statistics over time must agree between NetCDF files, and with GRIB files."""
+    states = atmosphere(names=("t2m",))
+    first, second = states.isel(time=slice(0, 8)), states.isel(time=slice(8, None))
+    write_grib(first, tmp_path / "a.grib", productDefinitionTemplateNumber=1, number=3)
+    cases: list[tuple[dict[str, Any], dict[str, str], str]] = [
+        ({"number": 4}, {}, "number is 3 in .*a.nc, 4 in .*b.nc"),
+        ({"number": 3.0}, {"GRIB_stepType": "avg"}, "stepType is instant in .*, avg in .*b.nc"),
+        ({}, {"cell_methods": "area: mean time: mean"}, "cell_methods is time: point in .*, time: mean in .*b.nc"),
+    ]
+    first = first.assign_coords(number=3)
+    first.t2m.attrs |= {"GRIB_stepType": "instant", "cell_methods": "time: point"}
+    for coordinates, attributes, words in cases:
+        other = second.assign_coords(coordinates)
+        other.t2m.attrs = {**states.t2m.attrs, **attributes}
+        paths = [write(states, tmp_path / name, "netcdf4") for name, states in (("a.nc", first), ("b.nc", other))]
+        assert re.search(f"'t2m' has fields of different kinds: {words}", refused(*paths))
+    later = write(second.assign_coords(number=3), tmp_path / "b.nc", "netcdf4")
+    source = open_source(settings(["t2m"]), part(), [tmp_path / "a.grib", later])
+    np.testing.assert_array_equal(fields(source)[:, 0], states.t2m)
+
+
 def test_messages_of_different_units_in_one_grib_file_are_refused(tmp_path: Path) -> None:
     """Total cloud cover has one name in GRIB, but is a fraction (paramId 164) or per cent (228164)."""
     states = atmosphere(names=("t2m",))

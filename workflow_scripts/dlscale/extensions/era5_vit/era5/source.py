@@ -17,8 +17,8 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -67,8 +67,12 @@ PRESSURES = {
 ANGLE = re.compile(r"(?!.*(south|west|[ _.°][sw]$|ees?w$))((deg|°).*)?")
 #: Names and standard names of coordinates of a forecast's lead time.
 LEADS = {"step", "forecast_period", "prediction_timedelta", "lead_time", "leadtime", "lead", "forecast_hour"}
+#: Names of coordinates of an ensemble's members.
+MEMBERS = ("number", "realization", "member", "ensemble")
 #: GRIB flags of unsupported orders of points: from east to west, along columns, every second line backwards.
 SCANNING = ("iScansNegatively", "jPointsAreConsecutive", "alternativeRowScanning")
+#: GRIB keys of the properties in which the fields of a channel must agree; see `_grib_traits`.
+TRAITS = ("edition", "number", "derivedForecast", "stepType", "stepRange")
 #: Limit of the CPU time for reading a GRIB file's headers with ecCodes: seconds, plus file size / bytes per second.
 GRIB_SECONDS, GRIB_BYTES_PER_SECOND = 10.0, 100_000
 GRID = "expected a regular grid: an axis of latitudes, an axis of longitudes; interpolate, e.g. with `cdo remapbil`"
@@ -97,6 +101,8 @@ class Variable:
     load: Callable[[np.ndarray, list[int], slice, slice], np.ndarray]
     point_bytes: int  #: Bytes per point and level during reading: packed, decoded, masked, and as float32.
     held: int = 1  #: Number of levels in a chunk; all of them are read together.
+    #: Member, kind of statistics over time and similar properties, by name; equal in all variables of a channel.
+    traits: Mapping[str, str] = field(default_factory=dict)
 
 
 def short(channel: str) -> str:
@@ -261,6 +267,11 @@ def _gridded(array: xr.DataArray, origin: str) -> Variable:
         read = _without_missing(read, values, f"{origin}: '{name}'")
         return np.asarray(read.reshape(len(times), len(levels), *read.shape[-2:]), np.float32)
 
+    traits = {"stepType": str(array.attrs["GRIB_stepType"])} if "GRIB_stepType" in array.attrs else {}
+    if statistics := re.search(r"time: (\w+)", str(array.attrs.get("cell_methods"))):
+        traits["cell_methods"] = statistics[0]
+    for member in (name for name in MEMBERS if name in array.coords and array.coords[name].size == 1):
+        traits["number"] = str(array.coords[member].values.item()).removesuffix(".0")
     chunk = values.encoding.get("preferred_chunks", {})
     stored = np.dtype(values.encoding.get("dtype", values.dtype))
     attrs = array.attrs
@@ -275,6 +286,7 @@ def _gridded(array: xr.DataArray, origin: str) -> Variable:
         load,
         2 * stored.itemsize + 2 * values.dtype.itemsize + 4,
         chunk.get(axes["level"].dims[0], 1) if "level" in axes else 1,
+        traits,
     )
 
 
@@ -401,7 +413,7 @@ def _open_grib(path: Path, wanted: Collection[str]) -> tuple[list[Variable], lis
 
     def indexed(path: Path, stop: float = 0.0) -> Any:
         # All keys but the last distinguish variables; the last key distinguishes the times of a variable.
-        keys = ["cfVarName", "shortName", "units", "typeOfLevel", "level", "md5GridSection", "valid_time"]
+        keys = ["cfVarName", "shortName", "units", "typeOfLevel", "level", "md5GridSection", *TRAITS, "valid_time"]
         return messages.FileIndex.from_fieldset(stream, keys, cfmessage.COMPUTED_KEYS)
 
     _silence_eccodes()
@@ -411,16 +423,31 @@ def _open_grib(path: Path, wanted: Collection[str]) -> tuple[list[Variable], lis
     with reading(path):
         index = indexed(path)
         _check_end(stream, (offset for _, offsets in index.iter_index() for offset in offsets))
-    # time and offset of each message, by channel, unit and grid
-    series: dict[tuple[str, str, str], list[tuple[int, Any]]] = {}
-    for (cf_name, own, unit, kind, level, grid, time), offsets in index.iter_index():
-        name = own if cf_name in ("unknown", "undef") else cf_name
+    # time and offset of each message, by channel, unit, grid and traits
+    series: dict[tuple[str, str, str, tuple[tuple[str, str], ...]], list[tuple[int, Any]]] = {}
+    for (cf_name, own, unit, kind, level, grid, *given, time), offsets in index.iter_index():
+        name, traits = own if cf_name in ("unknown", "undef") else cf_name, _grib_traits(kind, level, *given)
         if kind.startswith("isobaric"):
             name = f"{name}@{level / (100.0 if kind == 'isobaricInPa' else 1.0):g}"
-        series.setdefault((name, unit, grid), []).extend((time, offset) for offset in offsets)
+        series.setdefault((name, unit, grid, tuple(traits.items())), []).extend((time, offset) for offset in offsets)
     names = list(dict.fromkeys(base(name) for name, *_ in series))
     with reading(path):
-        return [_messages(path, stream, name, its) for (name, *_), its in series.items() if base(name) in wanted], names
+        return [
+            replace(_messages(path, stream, name, its), traits=dict(traits))
+            for (name, *_, traits), its in series.items()
+            if base(name) in wanted
+        ], names
+
+
+def _grib_traits(kind: str, level: Any, edition: int, number: Any, mean: Any, step: str, span: str) -> dict[str, str]:
+    """Return the traits of a message, given `typeOfLevel`, `level` and the values of `TRAITS`."""
+    traits = {"number": "0" if number == "undef" else str(number), "derivedForecast": str(mean), "stepType": step}
+    if not kind.startswith("isobaric"):
+        # Both editions name the level of some variables differently, such as `surface` for 2 m temperature in GRIB 1.
+        traits[f"typeOfLevel and level (GRIB {edition})"] = f"{kind} {level}"
+    if step != "instant" and (ends := re.fullmatch(r"(\d+)(\w*)-(\d+)(\w*)", str(span))):
+        traits["length of stepRange"] = f"{int(ends[3]) - int(ends[1])} {ends[4] or 'h'}"
+    return traits
 
 
 def _check_end(stream: Any, offsets: Iterable[int | tuple[int, int]]) -> None:
@@ -720,11 +747,21 @@ def _holders(channels: list[str], variables: list[Variable], names: list[str], l
 
 
 def _check_alike(holders: dict[str, list[Variable]], first: Variable) -> None:
-    """Raise `UserError` unless all variables have the grid of `first`, and all variables of a channel the same unit.
+    """Raise `UserError` unless all variables have the grid of `first`, and those of a channel the same unit and traits.
 
     Rounding errors, and longitudes that differ by 360 degrees, are allowed.
     """
     for channel, variables in holders.items():
+        holder = dict[str, Variable]()  # first variable that has a trait
+        for other, trait in ((variable, trait) for variable in variables for trait in variable.traits):
+            one = holder.setdefault(trait, other)
+            if one.traits[trait] != other.traits[trait]:
+                raise UserError(
+                    f"'{channel}' has fields of different kinds: {trait} is {one.traits[trait]} in {one.origin}, "
+                    f"{other.traits[trait]} in {other.origin}; expected one kind. Copy one kind to another file: GRIB "
+                    "with `grib_copy -w KEY=VALUE IN OUT` (keys number, stepType, stepRange, typeOfLevel, level), "
+                    "NetCDF with xarray"
+                )
         for other in variables:
             alike = (
                 other.units.replace("**", "") == variables[0].units.replace("**", "")  # m s**-1 is m s-1
