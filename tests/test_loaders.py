@@ -429,6 +429,27 @@ def test_compiled_loops_equal_the_formula(form: str, step: tuple[int, int, int],
     np.testing.assert_array_equal(out, wanted)
 
 
+UNCACHED = """
+import numpy as np
+from dlscale.data.loaders import direct_host
+from dlscale.extensions.imagenet_resnet50.imagenet.resize import resize
+out = np.zeros((3, 8, 8), np.uint8)
+resize(np.full((20, 20, 3), 7, np.uint8), (0, 0, 20, 20), (8, 8), (0, 0), False, out)
+assert (out == 7).all() and direct_host.decode_half
+"""
+
+
+def test_compiled_code_needs_no_folder_for_a_cache() -> None:
+    """Functions are compiled in memory if Numba finds no writable folder, as with a read-only package and no HOME.
+
+    Without NUMBA_CACHE_DIR, the named locator finds no folder.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"}
+    environment |= {"NUMBA_CACHE_LOCATOR_CLASSES": "UserProvidedCacheLocator"}
+    done = subprocess.run([sys.executable, "-c", UNCACHED], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_batch_is_overwritten_only_after_the_next_request(tmp_path: Path) -> None:
     """Buffers are reused, so memory does not grow with the epoch."""
     samples = crops(tmp_path, VOLUMES["half"])
