@@ -996,6 +996,43 @@ def test_a_missing_chunk_of_a_remote_store_is_refused(
     assert not (tmp_path / "again.nc").exists()
 
 
+@pytest.mark.parametrize("place", ["start", "end"])
+@pytest.mark.parametrize("remote", [True, False], ids=["remote", "folder"])
+@pytest.mark.parametrize(("numbers", "mark"), [("f4", None), ("i2", None), ("i2", -5)])
+def test_a_missing_chunk_within_a_shard_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, numbers: str, mark: int | None, remote: bool, place: str
+) -> None:
+    """A missing chunk within a shard would be read as 0; chunks of other times may be missing in a remote store."""
+    monkeypatch.setattr(era5_zarr, "_LONGEST_WAIT_S", 0.01)
+    states, folder = atmosphere(names=("t2m",)), tmp_path / "store"
+    states.drop_vars("t2m").to_zarr(folder, zarr_format=3, consolidated=False)
+    group = zarr.open_group(folder, mode="r+")
+    array = zarr.create_array(
+        group.store,
+        name="t2m",
+        shape=(16, 9, 12),
+        dtype=numbers,
+        fill_value=0,
+        chunks=(2, 9, 12),
+        shards={"shape": (8, 9, 12), "index_location": place},
+        attributes={**states.t2m.attrs, **({} if mark is None else {"_FillValue": mark})},
+        dimension_names=("time", "latitude", "longitude"),
+    )
+    array[2:] = states.t2m[2:].values.astype(numbers)
+    zarr.consolidate_metadata(group.store)
+    if remote:
+        memory, store = fsspec.filesystem("memory"), f"/{tmp_path.name}"
+        memory.put(str(folder), store, recursive=True)
+        words, folder = "channel 't2m' has no value at 2020-02-27 00:00", f"memory:/{store}"  # type: ignore[assignment]
+        acquire(settings(["t2m"]), days("2020-02-28", "2020-03-01", folder), tmp_path / "later.nc")
+        later = xr.open_dataset(tmp_path / "later.nc", engine="h5netcdf").t2m
+        np.testing.assert_array_equal(later, states.t2m[4:].values.astype(numbers))
+    else:
+        words = "'t2m': 1 of 8 chunks were never written"
+    with pytest.raises(UserError, match=words):
+        acquire(settings(["t2m"]), days("2020-02-27", "2020-03-01", folder), tmp_path / "out.nc")
+
+
 def test_a_login_reaches_a_store_and_no_message(tmp_path: Path, server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, shown = f"{server.replace('//', '//me:pa55@')}/served", f"{server}/served"
     monkeypatch.setenv(urls.VARIABLE, json.dumps({shown: whole}))

@@ -21,7 +21,14 @@ from dlscale.data.store import MEMORY
 from dlscale.extensions.era5_vit.era5.deferred import DeferredErrorFile
 from dlscale.extensions.era5_vit.era5.kind import Era5Dataset
 from dlscale.extensions.era5_vit.era5.simulator import create_series
-from dlscale.extensions.era5_vit.era5.source import Era5Source, base, gridded, open_xarray, wanted_names
+from dlscale.extensions.era5_vit.era5.source import (
+    DEFAULT_FILL,
+    Era5Source,
+    base,
+    gridded,
+    open_xarray,
+    wanted_names,
+)
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -75,7 +82,8 @@ def acquire(dataset: Era5Dataset, raw: RawFile, out: Path, progress: Callable[[i
 def _opened(origin: str, remote: bool, advice: str, wanted: Collection[str]) -> xr.Dataset:
     """Open a store lazily. In a remote store, reading a missing chunk of a `wanted` variable raises an error.
 
-    In a folder, consolidated metadata are ignored, because they may be older than the arrays.
+    A missing chunk within a shard has missing values. In a folder, consolidated metadata are ignored, because they may
+    be older than the arrays.
     """
     import zarr
 
@@ -85,7 +93,7 @@ def _opened(origin: str, remote: bool, advice: str, wanted: Collection[str]) -> 
             if not remote:
                 return open_xarray(origin, "zarr", chunks=None, consolidated=False)
             group = zarr.open_group(urls.full_url(origin), mode="r", storage_options=_storage_options(origin))
-            checked = _complete_store(group.store, fills := dict[str, float](), origin)
+            checked = _complete_store(group.store, fills := dict[str, float](), wanted, origin)
             dataset = open_xarray(checked, "zarr", chunks=None)
             for name in dataset.data_vars:
                 if base(str(name)) in wanted and (fill := _plain_fill(group[str(name)], dataset[name])) is not None:
@@ -109,13 +117,22 @@ def _storage_options(origin: str) -> dict[str, Any]:
     return {**public, **own}
 
 
-def _complete_store(store: Any, fills: Mapping[str, float], origin: str) -> Any:
-    """Wrap a Zarr store, to raise an error for a missing chunk of an array in `fills` (name → fill value)."""
+def _complete_store(store: Any, fills: Mapping[str, float], wanted: Collection[str], origin: str) -> Any:
+    """Wrap a Zarr store, to raise an error for a missing chunk of an array in `fills` (name → fill value).
+
+    In the metadata of `wanted` sharded arrays, the fill value becomes a mark of missing values.
+    """
     from zarr.storage import WrapperStore
 
     class CompleteStore(WrapperStore[Any]):
         async def get(self, key: str, *arguments: Any, **options: Any) -> Any:
             found, name = await self._store.get(key, *arguments, **options), key.partition("/")[0]
+            if found is not None and key.endswith("zarr.json"):
+                about = json.loads(found.to_bytes())
+                arrays = {**((about.get("consolidated_metadata") or {}).get("metadata") or {}), name: about}
+                for its in (arrays[each] for each in arrays if base(each) in wanted):
+                    _mark_fill(its)
+                return type(found).from_bytes(json.dumps(about).encode())
             if found is None and name in fills and key[-1].isdecimal():  # names of metadata end with a letter
                 raise UserError(
                     f"{origin}: '{name}': the chunk {key} is missing, and would be read as {fills[name]:g}. Exclude "
@@ -124,6 +141,14 @@ def _complete_store(store: Any, fills: Mapping[str, float], origin: str) -> Any:
             return found
 
     return CompleteStore(store)
+
+
+def _mark_fill(about: dict[str, Any]) -> None:
+    """Replace the fill value in the metadata of a sharded array by `_FillValue`, NaN or NetCDF's default."""
+    if next((codec.get("name") for codec in about.get("codecs", ())), None) == "sharding_indexed":
+        mark = about.get("attributes", {}).get("_FillValue")
+        default = DEFAULT_FILL.get(np.dtype(about["data_type"]).str[1:], "NaN")
+        about["fill_value"] = mark if isinstance(mark, int) and default != "NaN" else default
 
 
 def _plain_fill(array: Any, variable: xr.DataArray) -> float | None:
