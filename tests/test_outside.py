@@ -2556,7 +2556,7 @@ PRINTS = "for rate in {}: print('avg', rate, 'samples', end=chr(10)); __import__
         ),
         (
             ["--", "python", "-c", "import glob, shutil; shutil.rmtree(*glob.glob('.dlscale-*'))"],
-            "the program removed the results folder",
+            "the program removed .dlscale-",
         ),
         (["--", "env", "-i", sys.executable, "-c", "1"], "no Python process loaded dlscale's hook"),
         (["--", "python", "-I", "-c", "1"], "no Python process loaded dlscale's hook"),
