@@ -36,7 +36,7 @@ SECRETS: dict[str, Any] = {
     "JSON": ["--logger", f'{{"api_key": "{S} {S}", "entity": "me"}}'],
     "JSON in a shell": ["sh", "-c", f'train --logger "{{\\"api_key\\": \\"{S}\\"}}"'],
     "JSON with a list": [f'{{"password": ["{S}", "{S}2"], "entity": "me"}}'],
-    "JSON with lists": [f'{{"secrets": {{"hf": ["{S}"], "wandb": "{S}2"}}}}'],
+    "JSON with lists": [f'{{"secrets": {{"hf": ["{S}"], "wandb": "{S}2"}} }}'],
     "YAML": [f"api_key: {S}", f"lr: 1\ntoken:\n  {S}"],
     "os.environ": ["python", "-c", f"import os; os.environ['HF_TOKEN'] = '{S}'; import train"],
     "os.environ.setdefault": ["python", "-c", f"os.environ.setdefault('HF_TOKEN', '{S}')"],
@@ -74,7 +74,6 @@ SECRETS: dict[str, Any] = {
     "cookies of a word": [f"--header=Cookie: a={S}; b={S}2"],
     "cookies in a shell": ["sh", "-c", f"curl -H 'Cookie: a={S}; b={S}2' -H \"X-Api-Key: a {S}\" h.org"],
     "digest": ["sh", "-c", f'curl -H \'Authorization: Digest username="me", response="{S}"\' h.org'],
-    "placeholder": ["sh", "-c", f"HF_TOKEN={S} python train.py --lr {{lr}} {S}"],
     "private key": [f"-----BEGIN RSA PRIVATE KEY-----\n{S.replace('-', '')}\n", "--token", S],
     "WANDB_API_KEY": {"WANDB_API_KEY": S},
     "HF_TOKEN": {"HF_TOKEN": S},
@@ -149,9 +148,12 @@ def test_harmless_words_are_not_redacted(given: Any) -> None:
         ("t --token S --lr 1", "t --token ***secret.token*** --lr 1"),
         ("export A_TOKEN=S; b=1 python", "export A_TOKEN=***secret.A_TOKEN***; b=1 python"),
         ("bash -c 't --token S' && a 'b'", "bash -c 't --token ***secret.token***' && a 'b'"),
+        ("A_TOKEN=S t --lr {a} S", "A_TOKEN=***secret.A_TOKEN***{a}***secret.A_TOKEN.2***"),
         ("t --token=S{a}/{b} 'c'", "t --token=***secret.token***{a}/{b} 'c'"),
         ("Cookie: a=S; b=S", "Cookie: ***secret.Cookie***"),
         ("-ume:S", "-u***secret.login***"),
+        ("a token. 'S'", "a token. '***secret.token***'"),
+        ("curl -u 'a=b:S' h", "curl -u '***secret.login***' h"),
     ],
 )
 def test_the_text_around_a_secret_is_unchanged(given: str, expected: str) -> None:
@@ -161,21 +163,7 @@ def test_the_text_around_a_secret_is_unchanged(given: str, expected: str) -> Non
 @pytest.mark.parametrize("begin", ["", "x token: '", "x token=$("])
 def test_long_texts_are_redacted_in_linear_time(begin: str) -> None:
     """With quadratic time, this test would take hours."""
-    parts = (
-        "a",
-        "a-",
-        "a=",
-        "token=",
-        "token,",
-        "'token ",
-        "\\",
-        "--token ",
-        "sk-",
-        "a://",
-        "-u a:",
-        "***secret.",
-        "(",
-    )
+    parts = ["a", "a-", "a=", "token=", "token,", "'token ", "\\", "--token ", "sk-", "a://", "-u a:", "***secret."]
     for part in parts:
         text = begin + part * (100_000 // len(part))
         assert redact.put_back(redact.redact(text, secrets := {}), secrets) == text

@@ -47,16 +47,18 @@ _OPEN = re.compile(
     r"|\$\([^()]*\)|[\s/@&=]*|os\.(environ|getenv)[\w.]*[(\[][\"'\w]+[)\]])[)\]},;]*+",
     re.IGNORECASE,
 )
-#: Parts of a secret that stay in a text: markers and placeholders.
-_KEPT = re.compile(rf"({MARKER.pattern}|(?<!\{{)\{{[A-Za-z_][\w.-]*\}})")
+_PLACEHOLDER = re.compile(r"(?<!\{)(\{[A-Za-z_][\w.-]*\})")
 _SCHEME = r"(?:(?:bearer|basic|token|digest)\s+)?"
 #: Words after an option of a secret that are options themselves, not the secret; `-s3cret` is a secret.
 _IS_OPTION = r"(?:--[A-Za-z]|(?-i:-[A-Za-z][a-z_-]*)(?:[=\s\"']|\Z))"
-_LOGIN = re.compile(r"(?<![^\s\"'])(-u\s*|--(?:proxy-)?user[=\s]\s*)([^\s:/=]+:[^\s/\"'][^\s\"']*)", re.IGNORECASE)
-#: Name within a text, after its opening quote or its dashes. `whole` matches only at the start of a text.
-_NAMED = (
-    r"(?P<whole>\A[+~]{0,2})?(?P<quote>\\{0,9}[\"'])?"
-    r"(?P<option>(?<![^\s\"'])-{1,2}|\bsetenv\s+|(?=\bbearer\s))?(?P<name>(?<!\w)\w[\w.-]*+)"
+_LOGIN = re.compile(
+    r"(?<![^\s\"'])(-u\s*[\"']?|--(?:proxy-)?user[=\s]\s*[\"']?)([^\s:/]+:[^\s/\"'][^\s\"']*)", re.IGNORECASE
+)
+#: Marker, or name within a text after its opening quote or its dashes. `whole` matches only at the start of a text.
+_NAMED = re.compile(
+    rf"{MARKER.pattern}|(?P<whole>\A[+~]{{0,2}})?(?P<quote>\\{{0,9}}[\"'])?"
+    r"(?P<option>(?<![^\s\"'])-{1,2}|\bsetenv\s+|(?=\bbearer\s))?(?P<name>(?<!\w)\w[\w.-]*+)",
+    re.IGNORECASE,
 )
 _STRING = "|".join(rf"\\*{quote}(?:[^{quote}\\]|\\+[^{quote}\\])*+(?:\\*{quote}|\\*\Z)" for quote in "\"'")
 _BRACKETS = rf"[(\[{{](?:{_STRING}|\\+(?:[^\"'\\]|\Z)INNER|[^\"'\\)\]}}])*+(?:[)\]}}]|\Z)"
@@ -70,14 +72,14 @@ _VALUE = (
 #: A secret's name with its value: the rest of the text or string after `NAME=` or `NAME:`; the next string, if only
 #: punctuation is between; the next value after `=`, `:` (in a header `a=b; c=d`) or `<<<`; the word after an option.
 _SECRET = re.compile(
-    rf"""{_NAMED}(?:
+    rf"""(?:{_NAMED.pattern})(?:
     (?(whole)(?:=|:\s*){_SCHEME}(?P<rest>.+)|(?!))
     |(?(quote)\s*[=:]\s*{_SCHEME}(?P<quoted>(?:(?!(?P=quote))(?:\\+[^\\]|[^\\]))++)|(?!))
     |(?:\\*["'])?+(?:\[[^\[\]]{{0,99}}\](?=\s*=))?+(?:
-        (?:(?![=:]\s*[\[({{])[^\w;&|"'\\]|\\\s|or(?=\s))*+(?<![)\]}}])(?:[bfru]{{1,2}}(?=["']))?(?:
+        (?:(?![=:]\s*[\[({{]|{MARKER.pattern})[^\w;&|"'\\]|\\\s|or(?=\s))*+(?<![)\]}}])(?:[bfru]{{1,2}}(?=["']))?(?:
             (?P<mark>\\*(?:\"""|\'\'\'|["'])){_SCHEME}(?P<string>(?:(?!(?P=mark))(?:\\+[^\\]|[^\\]))*+)
             (?:(?P=mark)|\\*\Z)(?![^\s)\]}},;:&|]|\s+(?:[+=%]|or)\s)
-            |(?=\\*["'])(?P<strings>{_VALUE}))
+            |(?=\\*["']|{MARKER.pattern})(?P<strings>{_VALUE}))
         |[)\]}}\s]*+(?:(?P<header>:\s*(?={_SCHEME}[\w.-]+=))|[+?!]?[=:]+>?|<<<)(?:\s|\\\s)*+{_SCHEME}
             (?P<words>{_VALUE}(?(header)(?:;?\s+[\w.-]+={_VALUE})*+))
         |(?(option)(?:\s|\\\s)++(?!{_IS_OPTION}|[&;|]){_SCHEME}(?P<word>{_VALUE})|(?!))))""",
@@ -216,15 +218,11 @@ class _Redaction:
 
     def _assignments(self, text: str) -> str:
         found, place = list[str](), 0
-        for named in re.finditer(rf"{MARKER.pattern}|{_NAMED}", text, re.IGNORECASE):
-            if (
-                named.start() >= place
-                and is_secret_name(named["name"] or "")
-                and (match := _SECRET.match(text, named.start()))
-            ):
-                begin, end = match.span(match.lastgroup or 0)
-                found += text[place:begin], self._put(match["name"], text[begin:end])
-                place = end
+        while named := _NAMED.search(text, place):
+            match = _SECRET.match(text, named.start()) if is_secret_name(named["name"] or "") else None
+            begin, end = match.span(match.lastgroup or 0) if match else (named.end(), named.end())
+            found += text[place:begin], self._put(named["name"], text[begin:end])
+            place = end
         return "".join(found) + text[place:]
 
     def _address(self, url: str) -> str:
@@ -246,13 +244,13 @@ class _Redaction:
         return value if _OPEN.fullmatch(value) else self._replaced(name, value)
 
     def _replaced(self, name: str, secret: str) -> str:
-        parts = _KEPT.split(secret)
-        self.names |= {part[1:-1] for part in parts[1::2] if part[0] == "{"}
-        if len(parts) > 1:
-            return "".join(part if _KEPT.fullmatch(part) else self._put(name, part) for part in parts)
-        if not secret or HIDDEN.fullmatch(secret) or "\0" in secret:
+        parts = _PLACEHOLDER.split(secret)
+        self.names |= {part[1:-1] for part in parts[1::2]}
+        if not secret or HIDDEN.fullmatch(secret) or MARKER.search(secret) or "\0" in secret:
             return secret
-        known = re.sub(r"[^\w-]", "_", name.rpartition(".")[2])
+        if len(parts) > 1:
+            return "".join(part if _PLACEHOLDER.fullmatch(part) else self._put(name, part) for part in parts)
+        known = re.sub(r"[^\w-]", "_", name.rstrip(".").rpartition(".")[2])
         marker, count = f"***secret.{known}***", 1
         while self.secrets.setdefault(marker, secret) != secret:
             count += 1
