@@ -183,6 +183,16 @@ def test_time_in_evaluation_mode_without_a_loader_is_a_validation_if_it_is_rare(
     assert logged and interval(logged.rates)[0] == pytest.approx(expected) and logged.regular is found.regular is None
 
 
+def test_regular_long_steps_are_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    clock = Clock(tmp_path)
+    for number in range(200):
+        clock.step(0.45 if number % 10 == 3 else 0.05)
+    throughput, _ = running.measured(["x"], tmp_path, tmp_path / "none.csv", outcome([]), running.Reading())
+    said = capfd.readouterr().err
+    assert throughput.full and throughput.full.mean == pytest.approx(10 / 0.9, rel=0.1)
+    assert "long steps, 10 steps apart, take 4" in said and re.search(r"training alone makes (19|20)\.\d steps/s", said)
+
+
 def test_a_model_that_makes_steps_in_evaluation_mode_is_trained(tmp_path: Path) -> None:
     clock = Clock(tmp_path)
     for _ in range(20):
@@ -1081,6 +1091,9 @@ def logged_run(folder: Path, case: str) -> tuple[float, int | None]:
                 clock.batch(0.0, 1000)
                 clock.now += 0.03 if case == "short validations" else 0.25
             clock.iterator = 0
+        if case == "evaluations" and number % 5 == 0:
+            clock.now += 0.5
+            clock.note(f"v {clock.now - 0.5:.6f} {clock.now:.6f} 0")
         if number % 5 == 0:
             factor = {"micro-batches": 2, "stated micro-batches": 2}.get(case, 1)
             points.append((1.7e9 + clock.now - 1000, number * factor))
@@ -1094,6 +1107,7 @@ def logged_run(folder: Path, case: str) -> tuple[float, int | None]:
     [
         ("plain", False),
         ("steps", False),
+        ("evaluations", False),
         ("validations", True),
         ("short validations", True),
         ("micro-batches", True),

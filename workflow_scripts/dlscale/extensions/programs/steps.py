@@ -148,8 +148,8 @@ def read(folder: Path) -> tuple[str, list[Process]]:
     for way in WAYS:
         found = [_process(path) for path in files(folder, way)]
         if way == "timed":  # the hook knows when models are evaluated
-            known = {(one.host, one.pid): one for one in map(_process, files(folder, "seen"))}
-            found = [replace(one, evaluated=getattr(known.get((one.host, one.pid)), "evaluated", [])) for one in found]
+            modes = {(one.host, one.pid): one.evaluated for one in map(_process, files(folder, "seen"))}
+            found = [replace(one, evaluated=modes.get((one.host, one.pid), [])) for one in found]
         known = [process for process in found if process.steps]
         if known := [process for process in known if not _is_helper(process, known)]:
             # Processes that ended before the longest process began, or began after its end, are another training.
@@ -224,7 +224,7 @@ def without_validations(process: Process) -> Process:
         in_loops=[],
         unclear=not training and sum(count > 1 for count in used.values()) > 1,
         loops=[each for each in process.loops if each[1] not in validating],
-        batches=[(time, names[loop], *rest) for time, loop, *rest in process.batches],
+        batches=[(time, names[loop], wait, size) for time, loop, wait, size in process.batches],
         fetchers={names[loop]: process.fetchers[loop] for loop in process.fetchers},
         started=started,
         ended=ended,
@@ -268,7 +268,8 @@ class Tail:
             self._shift, found.rank = _seconds(words[0]) - _seconds(words[1]), int(words[2])
             found.parent = int(words[3]) if len(words) > 3 else 0
         elif kind == "l":
-            found.loops.append((self._shift + _seconds(words[0]), *(*words[1:], "0", "0")[:2]))
+            loop, loader = (*words[1:], "0", "0")[:2]  # copies of older versions of `timed.py` write no numbers
+            found.loops.append((self._shift + _seconds(words[0]), loop, loader))
         elif kind in "vie":
             span = self._shift + _seconds(words[0]), self._shift + _seconds(words[1])
             of = found.evaluated if kind == "v" else found.started if kind == "i" else found.ended
@@ -520,8 +521,8 @@ def _after_warm_up(process: Process, training: set[str], away: Sequence[Span], a
         own = [batch for batch in within if batch[1] in training]
         if own and len(own) < len(within) and within[-len(own) :] == own:
             # After a validation, the step begins with the start of its loader's workers.
-            starts = [span[0] for span in process.started.get(own[0][1], ()) if before < span[1] <= own[0][0]]
-            before, within = max(within[-len(own) - 1][0], min([*starts, own[0][0] - own[0][2]])), own
+            made = [span[0] for span in process.started.get(own[0][1], ()) if before < span[1] <= own[0][0]]
+            before, within = max(within[-len(own) - 1][0], min([*made, own[0][0] - own[0][2]])), own
         # The end of the last epoch's workers belongs to the step, also if a validation followed.
         late = _inside(last, before, working)
         validated = _inside(before, end, evaluated)
