@@ -204,14 +204,15 @@ def without_validations(process: Process) -> Process:
     """
     if not process.in_loops:
         return process
-    training = {loop for loop, stepped in process.in_loops if stepped}
+    in_loops = [*process.in_loops, *[("", True)] * (len(process.steps) - len(process.in_loops))]
+    training = {loop for loop, stepped in in_loops if stepped}
     loaders = {loop: loader for _, loop, loader in process.loops}
     trained = {loaders.get(loop, "") for loop in training}
-    others = {loop for loop, _ in process.in_loops} - training
+    others = {loop for loop, _ in in_loops} - training
     validating = {loop for loop in others if process.ungraded[loop] or (training and loaders.get(loop) not in trained)}
     validating = validating if training or others > validating else set()
     used = Counter(loader for _, loop, loader in process.loops if loop in others - validating)
-    kept = [number for number, (loop, _) in enumerate(process.in_loops) if loop not in validating]
+    kept = [number for number, (loop, _) in enumerate(in_loops) if loop not in validating]
     names = defaultdict[str, str](lambda: "0", {loop: loop for loop in validating})  # trainings share a name
     started, ended = (
         {"0": [span for loop, spans in of.items() if loop not in validating for span in spans]}
@@ -295,6 +296,7 @@ class Tail:
                 found.steps.append(0.0)
                 found.computed.append(0.0)
                 if len(words) > 4:
+                    found.in_loops += [("", True)] * (len(found.steps) - 1 - len(found.in_loops))  # steps of `ended`
                     found.in_loops.append((words[3], words[4] == "1"))
             self._optimizers.add(words[2])
             found.optimizers[words[2]] = (found.optimizers.get(words[2], (time,))[0], time)
@@ -411,9 +413,24 @@ def training_iterators(process: Process) -> set[str]:
 
 
 def evaluations(process: Process) -> list[Span]:
-    """Return the spans without steps in which a model was in evaluation mode, unless most steps have such a span."""
-    steps, spans = process.steps, merged(process.evaluated)
-    spans = [span for span in spans if bisect.bisect_right(steps, span[0]) >= bisect.bisect_left(steps, span[1])]
+    """Return the spans without steps in which a model was in evaluation mode, unless most steps have such a span.
+
+    A span ends before the request of the training's next batch: some programs call `train()` after this request.
+    """
+    steps, every = process.steps, merged(process.evaluated)
+    times, numbers = [batch[0] for batch in process.batches], Counter(batch[1] for batch in process.batches)
+    outside = {batch[1] for batch in process.batches if not _covers(every, batch[0])}
+    spans = list[Span]()
+    for begin, end in every:
+        if bisect.bisect_right(steps, begin) < bisect.bisect_left(steps, end):
+            continue
+        within = process.batches[bisect.bisect_left(times, begin) : bisect.bisect_right(times, end)]
+        _, last, _, _ = within[-1] if within else (0.0, "", 0.0, 0)
+        if last in outside or (numbers[last] == 1 and len(within) > 1):
+            asked = [batch[0] - batch[2] for batch in within if batch[1] == last]
+            made = [span[0] for span in process.started.get(last, ()) if begin <= span[0] <= end]
+            end = max(min([*asked, *made]), begin)
+        spans.append((begin, end))
     places = {bisect.bisect_right(steps, begin) for begin, _ in spans}
     return spans if len(places) <= MAX_VALIDATED * len(steps) else []
 
