@@ -183,6 +183,39 @@ def test_time_in_evaluation_mode_without_a_loader_is_a_validation_if_it_is_rare(
     assert logged and interval(logged.rates)[0] == pytest.approx(expected) and logged.regular is found.regular is None
 
 
+@pytest.mark.parametrize("count", [1, 2, 10])
+@pytest.mark.parametrize("late", [True, False])
+def test_a_model_may_return_to_training_after_the_first_batch(tmp_path: Path, count: int, late: bool) -> None:
+    """Transformers calls `train()` in each step: the wait for an epoch's first batch is no part of a validation."""
+    clock, mode = Clock(tmp_path), 0.0
+    for _ in range(40):
+        clock.iterator += 1
+        for number in range(count):
+            if mode and not late:
+                clock.note(f"v {mode:.6f} {clock.now:.6f} 0")
+            clock.batch(0.01 if number else 0.2)
+            if mode and late:
+                clock.note(f"v {mode:.6f} {clock.now:.6f} 0")
+            mode = 0.0
+            clock.step(0.04)
+        mode = clock.now
+        clock.validate(3, seconds=0.5)
+    found = steps.pace(steps.read(tmp_path)[1])
+    assert found and (found.batch_size, found.samples) == (8, True)
+    assert statistics.fmean(found.rates) == pytest.approx(8 * count / (0.05 * count + 0.19), rel=0.03)
+    assert found.waiting == pytest.approx((0.01 * count + 0.19) / (0.05 * count + 0.19), rel=0.03)
+
+
+def test_regular_long_steps_are_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    clock = Clock(tmp_path)
+    for number in range(200):
+        clock.step(0.45 if number % 10 == 3 else 0.05)
+    throughput, _ = running.measured(["x"], tmp_path, tmp_path / "none.csv", outcome([]), running.Reading())
+    said = capfd.readouterr().err
+    assert throughput.full and throughput.full.mean == pytest.approx(10 / 0.9, rel=0.1)
+    assert "long steps, 10 steps apart, take 4" in said and re.search(r"training alone makes (19|20)\.\d steps/s", said)
+
+
 def test_a_model_that_makes_steps_in_evaluation_mode_is_trained(tmp_path: Path) -> None:
     clock = Clock(tmp_path)
     for _ in range(20):
@@ -1097,6 +1130,9 @@ def logged_run(folder: Path, case: str) -> tuple[float, int | None]:
                 clock.batch(0.0, 1000)
                 clock.now += 0.03 if case == "short validations" else 0.25
             clock.iterator = 0
+        if case == "evaluations" and number % 5 == 0:
+            clock.now += 0.5
+            clock.note(f"v {clock.now - 0.5:.6f} {clock.now:.6f} 0")
         if number % 5 == 0:
             factor = {"micro-batches": 2, "stated micro-batches": 2}.get(case, 1)
             points.append((1.7e9 + clock.now - 1000, number * factor))
@@ -1110,6 +1146,7 @@ def logged_run(folder: Path, case: str) -> tuple[float, int | None]:
     [
         ("plain", False),
         ("steps", False),
+        ("evaluations", False),
         ("validations", True),
         ("short validations", True),
         ("micro-batches", True),

@@ -148,8 +148,8 @@ def read(folder: Path) -> tuple[str, list[Process]]:
     for way in WAYS:
         found = [_process(path) for path in files(folder, way)]
         if way == "timed":  # the hook knows when models are evaluated
-            known = {(one.host, one.pid): one for one in map(_process, files(folder, "seen"))}
-            found = [replace(one, evaluated=getattr(known.get((one.host, one.pid)), "evaluated", [])) for one in found]
+            modes = {(one.host, one.pid): one.evaluated for one in map(_process, files(folder, "seen"))}
+            found = [replace(one, evaluated=modes.get((one.host, one.pid), [])) for one in found]
         known = [process for process in found if process.steps]
         if known := [process for process in known if not _is_helper(process, known)]:
             # Processes that ended before the longest process began, or began after its end, are another training.
@@ -204,14 +204,15 @@ def without_validations(process: Process) -> Process:
     """
     if not process.in_loops:
         return process
-    training = {loop for loop, stepped in process.in_loops if stepped}
+    in_loops = [*process.in_loops, *[("", True)] * (len(process.steps) - len(process.in_loops))]
+    training = {loop for loop, stepped in in_loops if stepped}
     loaders = {loop: loader for _, loop, loader in process.loops}
     trained = {loaders.get(loop, "") for loop in training}
-    others = {loop for loop, _ in process.in_loops} - training
+    others = {loop for loop, _ in in_loops} - training
     validating = {loop for loop in others if process.ungraded[loop] or (training and loaders.get(loop) not in trained)}
     validating = validating if training or others > validating else set()
     used = Counter(loader for _, loop, loader in process.loops if loop in others - validating)
-    kept = [number for number, (loop, _) in enumerate(process.in_loops) if loop not in validating]
+    kept = [number for number, (loop, _) in enumerate(in_loops) if loop not in validating]
     names = defaultdict[str, str](lambda: "0", {loop: loop for loop in validating})  # trainings share a name
     started, ended = (
         {"0": [span for loop, spans in of.items() if loop not in validating for span in spans]}
@@ -224,7 +225,7 @@ def without_validations(process: Process) -> Process:
         in_loops=[],
         unclear=not training and sum(count > 1 for count in used.values()) > 1,
         loops=[each for each in process.loops if each[1] not in validating],
-        batches=[(time, names[loop], *rest) for time, loop, *rest in process.batches],
+        batches=[(time, names[loop], wait, size) for time, loop, wait, size in process.batches],
         fetchers={names[loop]: process.fetchers[loop] for loop in process.fetchers},
         started=started,
         ended=ended,
@@ -268,7 +269,8 @@ class Tail:
             self._shift, found.rank = _seconds(words[0]) - _seconds(words[1]), int(words[2])
             found.parent = int(words[3]) if len(words) > 3 else 0
         elif kind == "l":
-            found.loops.append((self._shift + _seconds(words[0]), *(*words[1:], "0", "0")[:2]))
+            loop, loader = (*words[1:], "0", "0")[:2]  # copies of older versions of `timed.py` write no numbers
+            found.loops.append((self._shift + _seconds(words[0]), loop, loader))
         elif kind in "vie":
             span = self._shift + _seconds(words[0]), self._shift + _seconds(words[1])
             of = found.evaluated if kind == "v" else found.started if kind == "i" else found.ended
@@ -294,6 +296,7 @@ class Tail:
                 found.steps.append(0.0)
                 found.computed.append(0.0)
                 if len(words) > 4:
+                    found.in_loops += [("", True)] * (len(found.steps) - 1 - len(found.in_loops))  # steps of `ended`
                     found.in_loops.append((words[3], words[4] == "1"))
             self._optimizers.add(words[2])
             found.optimizers[words[2]] = (found.optimizers.get(words[2], (time,))[0], time)
@@ -410,9 +413,24 @@ def training_iterators(process: Process) -> set[str]:
 
 
 def evaluations(process: Process) -> list[Span]:
-    """Return the spans without steps in which a model was in evaluation mode, unless most steps have such a span."""
-    steps, spans = process.steps, merged(process.evaluated)
-    spans = [span for span in spans if bisect.bisect_right(steps, span[0]) >= bisect.bisect_left(steps, span[1])]
+    """Return the spans without steps in which a model was in evaluation mode, unless most steps have such a span.
+
+    A span ends before the request of the training's next batch: some programs call `train()` after this request.
+    """
+    steps, every = process.steps, merged(process.evaluated)
+    times, numbers = [batch[0] for batch in process.batches], Counter(batch[1] for batch in process.batches)
+    outside = {batch[1] for batch in process.batches if not _covers(every, batch[0])}
+    spans = list[Span]()
+    for begin, end in every:
+        if bisect.bisect_right(steps, begin) < bisect.bisect_left(steps, end):
+            continue
+        within = process.batches[bisect.bisect_left(times, begin) : bisect.bisect_right(times, end)]
+        _, last, _, _ = within[-1] if within else (0.0, "", 0.0, 0)
+        if last in outside or (numbers[last] == 1 and len(within) > 1):
+            asked = [batch[0] - batch[2] for batch in within if batch[1] == last]
+            made = [span[0] for span in process.started.get(last, ()) if begin <= span[0] <= end]
+            end = max(min([*asked, *made]), begin)
+        spans.append((begin, end))
     places = {bisect.bisect_right(steps, begin) for begin, _ in spans}
     return spans if len(places) <= MAX_VALIDATED * len(steps) else []
 
@@ -520,8 +538,8 @@ def _after_warm_up(process: Process, training: set[str], away: Sequence[Span], a
         own = [batch for batch in within if batch[1] in training]
         if own and len(own) < len(within) and within[-len(own) :] == own:
             # After a validation, the step begins with the start of its loader's workers.
-            starts = [span[0] for span in process.started.get(own[0][1], ()) if before < span[1] <= own[0][0]]
-            before, within = max(within[-len(own) - 1][0], min([*starts, own[0][0] - own[0][2]])), own
+            made = [span[0] for span in process.started.get(own[0][1], ()) if before < span[1] <= own[0][0]]
+            before, within = max(within[-len(own) - 1][0], min([*made, own[0][0] - own[0][2]])), own
         # The end of the last epoch's workers belongs to the step, also if a validation followed.
         late = _inside(last, before, working)
         validated = _inside(before, end, evaluated)
