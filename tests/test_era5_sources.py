@@ -758,6 +758,12 @@ def test_complex_values_are_refused(tmp_path: Path) -> None:
         ({"SCALE_FACTOR": 0.01}, "SCALE_FACTOR (0.01)"),
         ({"fill_value": -999.0}, "fill_value (-999.0)"),
         ({"ValidRange": np.float32([0, 400])}, "ValidRange"),
+        ({"slope": 0.1, "intercept": 0.0}, "slope (0.1)"),
+        ({"gain": 1.0, "offset": np.float32([3.0])}, "offset (3.0)"),
+        ({"scale": "0.1"}, "scale (0.1)"),
+        ({"nodata": np.int16(-1)}, "nodata (-1)"),
+        ({"missing": -1.0}, "missing (-1.0)"),
+        ({"scale": 1, "offset": 0.0, "nodata": np.nan, "Fill_Value": np.float32(np.nan), "bias": [0.0, 0.0]}, ""),
         ({"ScaleFactor": 1.0, "AddOffset": 0.0, "fmissing_value": 1e15, "actual_range": [0.0, 400.0]}, ""),
     ],
 )
