@@ -1143,6 +1143,23 @@ def test_messages_of_different_units_in_one_grib_file_are_refused(tmp_path: Path
     assert "'tcc' is on another grid or in other units" in message and "in '%'; expected" in message
 
 
+@pytest.mark.parametrize("units", ["K", "Pa", "m"])
+def test_a_part_of_a_chunk_that_was_never_written_is_refused(tmp_path: Path, units: str) -> None:
+    """HDF5 reads 0 where a part of a chunk was never written: refused for temperatures and pressures."""
+    states = atmosphere(names=("t2m",))
+    states.t2m.attrs["units"] = units
+    write(states, tmp_path / "a.nc", "netcdf4", chunk=8)
+    with h5py.File(tmp_path / "a.nc", "r+") as file:
+        file["t2m"][14:] = 0.0
+        file["t2m"].attrs["_FillValue"] = np.float32([np.nan])
+    if units == "m":
+        read = fields(open_source(settings(["t2m"]), part(), [tmp_path / "a.nc"]), block=16)
+        assert not read[14:].any() and read[13].all()
+    else:
+        assert f"'t2m' is 0 {units} at all points of 1 fields in this block" in refused(tmp_path / "a.nc")
+    assert fields(open_source(settings(["t2m"]), part("2020-02-27", "2020-02-28"), [tmp_path / "a.nc"])).all()
+
+
 @pytest.mark.parametrize(("declared", "grown"), [(False, True), (False, False), (True, True)])
 def test_times_that_were_never_written_are_refused(tmp_path: Path, declared: bool, grown: bool) -> None:
     """HDF5 reads unwritten values as 0, and NetCDF pads variables that are shorter than an unlimited dimension."""

@@ -267,6 +267,11 @@ def _gridded(array: xr.DataArray, origin: str) -> Variable:
         # Transpose after reading, because a lazy transposition makes the library read point by point.
         read = values.isel({axes[kind].dims[0]: asked[kind] for kind in axes}).load().transpose(*dims).values
         read = _without_missing(read, values, f"{origin}: '{name}'")
+        if array.attrs.get("units") in NEVER_ZERO and (empty := ~read.any(axis=(-2, -1))).any():
+            raise UserError(
+                f"{origin}: '{name}' is 0 {array.attrs['units']} at all points of {empty.sum()} fields in this block "
+                "of times, which may never have been written. Write them again, or exclude their times with `split`"
+            )
         return np.asarray(read.reshape(len(times), len(levels), *read.shape[-2:]), np.float32)
 
     traits = {"stepType": str(array.attrs["GRIB_stepType"])} if "GRIB_stepType" in array.attrs else {}
@@ -588,6 +593,9 @@ UNITS = re.compile(
 
 #: CF's names of attributes that pack values or mark missing values; other names, such as ScaleFactor, are refused.
 CF_NAMES = ("scale_factor", "add_offset", "_FillValue", "missing_value", "valid_min", "valid_max", "valid_range")
+
+#: Units of values that are not 0 at all points. HDF5 reads 0 where a part of a chunk was never written.
+NEVER_ZERO = ("K", "Kelvin", "kelvin", "Pa", "hPa")
 
 #: Attributes of packed values, with their values for plain values.
 PACKING = {"scale_factor": 1.0, "add_offset": 0.0}
