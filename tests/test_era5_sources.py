@@ -880,6 +880,12 @@ def test_complex_values_are_refused(tmp_path: Path) -> None:
         ({"SCALE_FACTOR": 0.01}, "SCALE_FACTOR (0.01)"),
         ({"fill_value": -999.0}, "fill_value (-999.0)"),
         ({"ValidRange": np.float32([0, 400])}, "ValidRange"),
+        ({"slope": 0.1, "intercept": 0.0}, "slope (0.1)"),
+        ({"gain": 1.0, "offset": np.float32([3.0])}, "offset (3.0)"),
+        ({"scale": "0.1"}, "scale (0.1)"),
+        ({"nodata": np.int16(-1)}, "nodata (-1)"),
+        ({"missing": -1.0}, "missing (-1.0)"),
+        ({"scale": 1, "offset": 0.0, "nodata": np.nan, "Fill_Value": np.float32(np.nan), "bias": [0.0, 0.0]}, ""),
         ({"ScaleFactor": 1.0, "AddOffset": 0.0, "fmissing_value": 1e15, "actual_range": [0.0, 400.0]}, ""),
     ],
 )
@@ -1265,6 +1271,23 @@ def test_messages_of_different_units_in_one_grib_file_are_refused(tmp_path: Path
         write_grib(states.isel(time=times), tmp_path / "a.grib", "ab", paramId=(164, 228164)[number])
     message = refused(tmp_path / "a.grib", channels=("tcc",))
     assert "'tcc' is on another grid or in other units" in message and "in '%'; expected" in message
+
+
+@pytest.mark.parametrize("units", ["K", "Pa", "m"])
+def test_a_part_of_a_chunk_that_was_never_written_is_refused(tmp_path: Path, units: str) -> None:
+    """HDF5 reads 0 where a part of a chunk was never written: refused for temperatures and pressures."""
+    states = atmosphere(names=("t2m",))
+    states.t2m.attrs["units"] = units
+    write(states, tmp_path / "a.nc", "netcdf4", chunk=8)
+    with h5py.File(tmp_path / "a.nc", "r+") as file:
+        file["t2m"][14:] = 0.0
+        file["t2m"].attrs["_FillValue"] = np.float32([np.nan])
+    if units == "m":
+        read = fields(open_source(settings(["t2m"]), part(), [tmp_path / "a.nc"]), block=16)
+        assert not read[14:].any() and read[13].all()
+    else:
+        assert f"'t2m' is 0 {units} at all points of 1 fields in this block" in refused(tmp_path / "a.nc")
+    assert fields(open_source(settings(["t2m"]), part("2020-02-27", "2020-02-28"), [tmp_path / "a.nc"])).all()
 
 
 @pytest.mark.parametrize(("declared", "grown"), [(False, True), (False, False), (True, True)])

@@ -6,8 +6,10 @@ import io
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -48,6 +50,7 @@ from dlscale.parallel.world import World
 from dlscale.train.build import open_session
 from dlscale.train.trainer import learning_rate, peak_rate
 from tests.conftest import TINY, make_dataset, make_run, records, stage, train
+from tests.waiting import PATIENCE
 
 CLASSES = ["ape", "bee", "cat"]
 BILINEAR = Image.Resampling.BILINEAR
@@ -568,6 +571,28 @@ def test_a_truncated_jpeg_in_a_pack_is_refused_whatever_the_crop(
     else:
         with pytest.raises(UserError, match=words):
             read.read(0, index)
+
+
+def test_forks_decode_jpegs_and_failures_of_cuda_leave_them_to_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fork decodes although its parent has decoders; if nvImageCodec raises CUDA's errors, Pillow decodes."""
+    pytest.importorskip("nvidia.nvimgcodec", reason="nvImageCodec is not installed: pip install 'dlscale[dali]'")
+    file, box = np.frombuffer(photograph(1), np.uint8), (10, 20, 40, 50)
+    truth = np.asarray(Image.open(io.BytesIO(photograph(1))))[10:50, 20:70]
+
+    def equals_truth() -> bool:
+        return np.array_equal(jpeg.decode_box(file, box), truth)  # type: ignore[arg-type]
+
+    assert equals_truth()
+    child = multiprocessing.get_context("fork").Process(target=lambda: sys.exit(not equals_truth()))
+    child.start()
+    child.join(PATIENCE)
+    assert child.exitcode == 0
+
+    def fail(*args: int) -> None:
+        raise RuntimeError("CUDA Runtime failure: '#3'")
+
+    monkeypatch.setattr(jpeg, "_decoder", fail)
+    assert jpeg.decode_box(file, box) is None
 
 
 def test_images_that_nvimagecodec_decodes_otherwise_equal_pillow(tmp_path: Path, folders: dict[str, str]) -> None:

@@ -257,7 +257,9 @@ def _gridded(array: xr.DataArray, origin: str) -> Variable:
     if values.dtype.kind not in "fiub":
         raise UserError(f"{origin}: '{name}' has the type {values.dtype}; expected real numbers. Convert the values")
     for key, given in values.attrs.items():
-        if MISSPELLED.fullmatch(str(key)) and (np.ravel(given) != {"s": 1.0, "a": 0.0}.get(str(key)[0].lower())).any():
+        word = re.sub("[^a-z]", "", str(key).lower())
+        packs = [each for each in np.ravel(given).tolist() if each == each and each not in (store.PLAIN.get(word), "")]
+        if packs and key not in CF_NAMES and word in {*store.PLAIN, *store.MARKS}:
             raise UserError(
                 f"{origin}: '{name}' has the attribute {key} ({given}), which is not a name of CF. Rename it to "
                 "`scale_factor`, `add_offset`, `_FillValue`, `missing_value` or `valid_range`, or delete it if all "
@@ -277,6 +279,11 @@ def _gridded(array: xr.DataArray, origin: str) -> Variable:
         # Transpose after reading, because a lazy transposition makes the library read point by point.
         read = values.isel({axes[kind].dims[0]: asked[kind] for kind in axes}).load().transpose(*dims).values
         read = _without_missing(read, values, f"{origin}: '{name}'")
+        if array.attrs.get("units") in NEVER_ZERO and (empty := ~read.any(axis=(-2, -1))).any():
+            raise UserError(
+                f"{origin}: '{name}' is 0 {array.attrs['units']} at all points of {empty.sum()} fields in this block "
+                "of times, which may never have been written. Write them again, or exclude their times with `split`"
+            )
         return np.asarray(read.reshape(len(times), len(levels), *read.shape[-2:]), np.float32)
 
     traits = {"stepType": str(array.attrs["GRIB_stepType"])} if "GRIB_stepType" in array.attrs else {}
@@ -613,12 +620,11 @@ UNITS = re.compile(
     re.IGNORECASE,
 )
 
-#: Attributes in spellings that xarray ignores, such as ScaleFactor; it applies only those of CF, such as scale_factor.
-MISSPELLED = re.compile(
-    r"(?!(?-i:scale_factor|add_offset|_FillValue|missing_value|valid_(min|max|range))$)"
-    r"_?(scale[ _]?factor|add[ _]?offset|fill[ _]?value|missing[ _]?value|valid[ _]?(min|max|range))",
-    re.IGNORECASE,
-)
+#: CF's names of attributes that pack values or mark missing values; other names, such as ScaleFactor, are refused.
+CF_NAMES = ("scale_factor", "add_offset", "_FillValue", "missing_value", "valid_min", "valid_max", "valid_range")
+
+#: Units of values that are not 0 at all points. HDF5 reads 0 where a part of a chunk was never written.
+NEVER_ZERO = ("K", "Kelvin", "kelvin", "Pa", "hPa")
 
 #: Attributes of packed values, with their values for plain values.
 PACKING = {"scale_factor": 1.0, "add_offset": 0.0}

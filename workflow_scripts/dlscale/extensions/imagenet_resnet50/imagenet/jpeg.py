@@ -54,17 +54,17 @@ def decode_box(file: np.ndarray, box: Box) -> np.ndarray | None:
     # Other formats never reach nvImageCodec, because its parsers log errors about files that Pillow reads.
     if nvimgcodec is None or width < 2 or not _is_plain(file):
         return None
-    stream = nvimgcodec.CodeStream(file)
     try:
+        stream = nvimgcodec.CodeStream(file)
         if stream.codec_name != "jpeg" or stream.num_channels > 3:
             return None
-    except RuntimeError:  # a damaged JPEG
+        region = stream.get_sub_code_stream(region=nvimgcodec.Region(top, left, top + height, left + width))
+        # Each thread of each process has a decoder: decoders have threads, which do not survive a fork.
+        decode, settings = _decoder(os.getpid(), threading.get_ident())
+        decoded = decode(region, params=settings)
+        return None if decoded is None else np.asarray(decoded.cpu())
+    except RuntimeError:  # a damaged JPEG, or a call of CUDA, which fails in a fork of a process that used a GPU
         return None
-    region = stream.get_sub_code_stream(region=nvimgcodec.Region(top, left, top + height, left + width))
-    # Each thread of each process has a decoder: decoders have threads, which do not survive a fork.
-    decode, settings = _decoder(os.getpid(), threading.get_ident())
-    decoded = decode(region, params=settings)
-    return None if decoded is None else np.asarray(decoded.cpu())
 
 
 @functools.cache
