@@ -199,6 +199,11 @@ LOGS: dict[str, tuple[dict[str, Any], list[float], str]] = {
         [2.0] * 5,
         "loss/valid: 10 points left out, of an earlier training",
     ),
+    "an evaluation beside the training": (
+        {"1": [(step, float(n), {"Loss/valid": float(n)}) for n, step in enumerate((0, 10, 20, 15, 30, 25, 40))]},
+        [0.0, 1.0, 3.0, 2.0, 5.0, 4.0, 6.0],
+        "",
+    ),
     "a last point of another writer": (
         {"1": curve(10, 20, 30), "2": curve(0, value=2.0), "3": curve(30, value=3.0)},
         [2.0, 1.0, 1.0, 3.0],
@@ -225,6 +230,7 @@ def test_points_left_out_are_counted(
     files, kept, message = LOGS[log]
     for number, (name, rows) in enumerate(files.items()):
         write(tmp_path / f"log/events.out.tfevents.{name}", rows, start=START + 1000 * number)
+    (tmp_path / "log/events.out.tfevents.9").touch()  # of a writer that was killed before its first event
     assert bring(tmp_path / "log") == 0
     printed = capfd.readouterr().out
     assert printed.count("left out") == bool(message) and message in printed

@@ -40,7 +40,8 @@ from tests.conftest import TINY
 from tests.test_any_program import measure
 from tests.test_counting import tiny_run
 
-#: Program with planted causes. Its first argument is a cause; it prints a digest of all batches and of the weights.
+#: Training program whose data loading is slow for a known cause, which its first argument names. It prints a digest of
+#: all batches and of the weights.
 PROGRAM = """
 import hashlib, os, sys, time
 import h5py, numpy as np, torch

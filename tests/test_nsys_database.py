@@ -25,8 +25,8 @@ def summarize(path: Path, rank: int = 0) -> tuple[ProfiledTool, list[TopEntry]]:
     return summarise(events(path), "nsys", rank)
 
 
-#: Two training steps of 100 ns on a GPU. Thread 0 launches the forward pass, thread 5 (autograd) the backward pass, on
-#: two streams.
+#: Two training steps of 100 ns on a GPU. Thread 0 launches the forward pass, thread 5 (autograd) the backward pass and
+#: the all-reduce, whose kernels overlap.
 TWO_STEPS = Recording(
     ranges=[
         *[(base, base + 100, "step", 0, True) for base in (1000, 1100)],

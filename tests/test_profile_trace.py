@@ -106,7 +106,7 @@ def gpu_trace() -> list[dict[str, Any]]:
             *launch(n + 4, t + 14, MAIN, [kernel("gemm", t + 20, t + 50)]),
             *launch(n + 5, t + 46, ENGINE, [kernel("gemm", t + 50, t + 90)]),
             *launch(n + 6, t + 61, ENGINE, [kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL", t + 70, t + 100, 20)]),
-            # In the last step, both kernels run after the host has left the step.
+            # Both kernels run after the host has left the step.
             *launch(
                 n + 7,
                 t + 82,

@@ -1420,7 +1420,7 @@ def on_device(idle: dict[str, float], **work: float) -> ProfiledTool:
 
 
 def test_a_step_on_a_device_consists_of_work_and_idle_time() -> None:
-    """In the second case, overlapping work of 120 ms (6 ms in no range) is scaled to the device's 80 busy ms."""
+    """Work of 90 ms fills the busy time; overlapping work of 120 ms is scaled to the 80 ms without idle time."""
     parts = profiles.of_tool(on_device({"data": 0.006, "step": 0.004}, step=0.09, forward=0.03, backward=0.06))
     assert parts == pytest.approx({"data": 0.006, "forward": 0.03, "backward": 0.06, "other": 0.004})
     work = {"step": 0.12, "copy": 0.03, "forward": 0.036, "backward": 0.048}

@@ -428,11 +428,11 @@ def test_bad_files_are_one_message(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ({"train": {"input": "a.npy", "target": "b.npy"}}, "give either train and valid"),
+        ({"train": {"input": "a.npy", "target": "b.npy"}}, "give either `train` and `valid`"),
         (
             {split: {"input": f"{split}.npy", "target": f"{split}.npy"} for split in ("train", "valid")}
             | {"shares": {"train": 0.5, "valid": 0.5}},
-            "give either train and valid",
+            "give either `train` and `valid`",
         ),
         (
             {"all": {"input": "a.csv", "target": "b.npy"}, "shares": {"train": 0.5, "valid": 0.5}},

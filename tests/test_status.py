@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -423,6 +424,17 @@ def test_a_resumed_log_continues_a_removed_log(tmp_path: Path) -> None:
     kept.unlink()
     assert tried("second", "resumed") == second, "without a kept log, only the new lines must be in the log"
     assert sorted(tmp_path.iterdir()) == [path.parent, kept]
+
+
+@pytest.mark.parametrize(
+    "trap", [lambda kept, private: kept.symlink_to(private), lambda kept, private: os.mkfifo(kept)]
+)
+def test_a_kept_log_that_another_user_replaced_is_not_read(tmp_path: Path, trap: Callable[[Path, Path], Any]) -> None:
+    path, kept, private = tmp_path / "a.log", tmp_path / "rank0.log", tmp_path / "private"
+    private.write_text("secret")
+    trap(kept, private)
+    ended = subprocess.run([sys.executable, "-c", LOG, path, kept, "resumed", "it"], env=variables(), timeout=60)
+    assert ended.returncode and "secret" not in path.read_text() and str(kept) in path.read_text()
 
 
 def test_a_log_that_cannot_be_kept_is_a_line_in_it(tmp_path: Path) -> None:

@@ -369,7 +369,7 @@ def merge(base: Raw, over: Mapping[str, Any]) -> Raw:
         else:
             base[key] = copy.deepcopy(dict(value))
     for one, other in [*EXCLUSIVE, *((other, one) for one, other in EXCLUSIVE)]:
-        # A mapping under a key such as `steps` is not this setting, but for example a run with this name.
+        # If the value is a mapping, `one` is not the setting of that name, but for example the name of a run.
         if not isinstance(over.get(one), Mapping | None) and other not in over:
             base.pop(other, None)
     return base
@@ -461,7 +461,7 @@ class _Resolver:
     def skipped_runs(self, plan: str) -> dict[str, str]:
         """Return the runs of a plan that this machine does not support, with the requirements that it lacks."""
         if plan not in self._skipped_runs:
-            self._skipped_runs[plan] = {}  # set first: a circle of `use`, which `layers` reports, ends here
+            self._skipped_runs[plan] = {}  # set first, for a circle of `use`, which `layers` reports
             for name in self.workflow.plans[plan].runs:
                 parts = [part for _, part in self.workflow.plans[plan].parts(name) if isinstance(part, dict)]
                 written = {key: value for part in parts for key, value in part.items() if key in ("needs", "use")}

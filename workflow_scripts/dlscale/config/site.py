@@ -147,7 +147,7 @@ class Nodes(Strict):
         return self.gpu or (known[0] if known else "")
 
 
-#: Keys of a scheduler that `queues` replaced, in addition to `partition` of its nodes.
+#: Former keys of `scheduler`. `queues` replaces them, and the former key `partition` of `cpu_nodes` and `gpu_nodes`.
 OLD_KEYS = ("data_qos", "part_qos", "whole_qos", "qos")
 _warn_once = functools.cache(logging.warning)
 
@@ -252,9 +252,9 @@ class Site(Lawful):
     )
     start: list[Annotated[str, StringConstraints(min_length=1, pattern=r"^[^\n\r]*$")]] = Field(
         [],
-        description="Arguments for the starter. mpirun: the command that starts all processes of a run (absent: mpirun "
-        "-n {ranks}). torchrun: the command that starts torchrun on each node of a run on several nodes. srun: further "
-        "options of srun. {ranks}, {ranks_per_node} and {nodes} are replaced by numbers.",
+        description="Command or options of the starter. mpirun: the command that starts all processes of a run "
+        "(absent: mpirun -n {ranks}). torchrun: the command that starts torchrun on each node of a run on several "
+        "nodes. srun: further options. {ranks}, {ranks_per_node} and {nodes} are replaced by numbers.",
     )
     rendezvous: str | None = Field(
         None,

@@ -132,7 +132,7 @@ def remove(path: Path) -> None:
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:
-        with contextlib.suppress(OSError):  # the caller reports its own, earlier error
+        with contextlib.suppress(OSError):  # a file that stays must not fail the caller, or hide its error
             path.unlink()
 
 

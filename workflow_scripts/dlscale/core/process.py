@@ -144,9 +144,10 @@ def keep_log(kept: Path, resumed: bool) -> None:
     if not (_log and _log.is_file()):
         return
     try:
-        if resumed and kept.exists():
-            with _log.open("r+b") as file:  # not a new file, because other processes write to this file
-                text = kept.read_bytes() + file.read()
+        if resumed and os.path.lexists(kept):
+            # Not a new file, because other processes write to this file.
+            with open(kept, "rb", opener=open_regular) as old, _log.open("r+b") as file:
+                text = old.read() + file.read()
                 file.seek(0)
                 file.write(text)
         kept.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
 """Table of stages: the subcommands of dlscale that the workflow's jobs run.
 
-The table also defines the allowed values of a plan's key `measure`, params of rules, checks of `dlscale doctor`, and
-the cost, time limit and Slurm request of each job. To add a stage that measures a run, add a row, a module, and a rule.
+The table also defines the allowed values of a plan's key `measure`, params of rules, and the cost, time limit and Slurm
+request of each job. To add a stage that measures a run, add a row, a module, and a rule.
 """
 
 from __future__ import annotations

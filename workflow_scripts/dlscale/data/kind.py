@@ -232,7 +232,7 @@ class Paired(Strict, Generic[Both]):
         by_split = {"train", "valid"} <= own.keys() and not (self.all or self.shares)
         by_share = self.all and self.shares and not own
         if not (by_split or by_share):
-            raise ValueError("give either train and valid (and test), or all with shares")
+            raise ValueError("give either `train` and `valid` (and optionally `test`), or `all` and `shares`")
         refuse_shared(*(list(dict.fromkeys(files)) for files in own.values()))
         check_digests(self.sha256, [origin for files in (*own.values(), _origins(self.all)) for origin in files])
         return self

@@ -97,8 +97,8 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], send: Callable[[int], No
 def become(words: Sequence[str]) -> int:
     """Replace this process by a command that starts ranks, such as mpirun; return 127 if the command does not exist.
 
-    In the arguments MASTER_ADDR=… and MASTER_PORT=…, the name of this node, which has rank 0, replaces `{host}`. A port
-    that differs between runs on this machine replaces `{port}`.
+    In the arguments MASTER_ADDR=… and MASTER_PORT=…, `{host}` becomes the name of this node, which has rank 0, and
+    `{port}` becomes a port that differs between runs on this machine.
     """
     host, port = socket.gethostname(), str(20000 + os.getpid() % 20000)
     if not shutil.which(words[0]):

@@ -63,7 +63,7 @@ class ArrayFiles(Strict):
 
 
 class Arrays(Paired[ArrayFiles]):
-    """Arrays with one sample per row, as paths or http(s) URLs: files for each split, or `all` with `shares`.
+    """Arrays with one sample per row, in files (paths or http(s) URLs): for each split, or `all`, divided by `shares`.
 
     By default, numbers [N] and vectors [N, K] have no channels, and up to 4 channels of images [N, C, H, W] are
     detected. Samples of other shapes need `channel_axis`, or `channels` with a name for each channel along the first

@@ -255,7 +255,8 @@ def _waits(loader: Loader, loading: Loading) -> Advice | None:
         return None
     arrives = wait + step if workers else fetch  # seconds per batch
     needed = max(math.ceil(max(workers, 1) * arrives / max(step, 1e-9)), workers + 1)
-    # A core for each process and each worker: `cores` counts the cores of one process, which ranks usually share.
+    # Each process and each worker needs a core. `cores` counts the cores that one process may use; all ranks usually
+    # use the same cores.
     fits = max(loading.processes, 1) * (needed + 1) <= loading.cores
     parts = parts_of(loader)
     largest = max(parts, key=lambda name: parts[name], default="")

@@ -130,10 +130,11 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
 
 @dataclass
 class _Try:
-    """Points of a curve from one file, with increasing steps."""
+    """Points of a curve from one file, in the order of the file."""
 
     begin: float  #: Earliest known time of the try, seconds since 1970-01-01 UTC.
     points: dict[int, tuple[float, float]] = field(default_factory=dict)  #: Time and value, by step.
+    last: int = 0  #: Step of the newest point.
 
     def drop(self, step: int) -> int:
         """Drop the points from `step` on; return their number."""
@@ -171,16 +172,17 @@ def read(
 
     `tags` maps the log's tags to dlscale's names. The time of a point is in seconds since the start of the training
     (step 0 or, if missing, the first event). Values of tags in `percent` become fractions. If a step is repeated, the
-    later value counts. A new try of a curve begins in each file, and when the step decreases. A new
-    training replaces all earlier points; a resumed try replaces the points from its first step on. A restart event of
-    TensorBoard (`purge_step`) drops earlier points from the event's step on. If `epochs` is true, epochs counted from 0
-    become epochs counted from 1, unless only validation has a point 0.
+    later value counts. A new try of a curve begins in each file, and when the step decreases to a step that the file
+    already has, or to a step before all others. A new training replaces all earlier points; a resumed try replaces the
+    points from its first step on. A restart event of TensorBoard (`purge_step`) drops earlier points from the event's
+    step on. If `epochs` is true, epochs counted from 0 become epochs counted from 1, unless only validation has a
+    point 0.
     """
     tries = dict[str, list[_Try]]()
     dropped: Dropped = {ours: Counter() for ours in tags.values()}
     others: dict[str, None] = {}
     count = 0
-    for file in files:
+    for file in [file for file in files if file.stat().st_size] or files:  # a killed writer may leave an empty file
         begin = math.inf
         current: dict[str, _Try] = {}
         for event in events(file.resolve()):
@@ -199,10 +201,14 @@ def read(
                     dropped[tags[tag]][NO_NUMBER if number is None else UNDATED] += 1
                     continue
                 goes_on = current.get(tag)
-                if not goes_on or event.step < max(goes_on.points, default=0):
+                # An evaluation beside the training may log a smaller step late; a new try repeats steps.
+                if not goes_on or (
+                    event.step < goes_on.last
+                    and (event.step in goes_on.points or event.step < min(goes_on.points, default=0))
+                ):
                     current[tag] = _Try(event.wall_time if goes_on else begin)
                     tries.setdefault(tag, []).append(current[tag])
-                points = current[tag].points
+                current[tag].last, points = event.step, current[tag].points
                 dropped[tags[tag]][REPEATED] += event.step in points
                 points[event.step] = event.wall_time, number / 100 if tag in percent else number
                 count += 1

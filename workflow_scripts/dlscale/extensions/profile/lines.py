@@ -64,7 +64,7 @@ class LineProfiler:
             yield
 
     def found(self, seconds: list[float]) -> Found:
-        """Write all lines with their times; if the loader's processes read samples, read one batch in this process."""
+        """Write the times of all lines. If workers read the samples, read one batch here, to time its lines."""
         step, rank = statistics.fmean(seconds), self._rank
         rows = line_rows(self._steps.get_stats(), len(seconds), step, rank)
         with self._path.open("w") as file:

@@ -767,7 +767,7 @@ def _unseen(way: str, reading: Reading, folder: Path, run: Outcome, processes: S
             "warm-up. Let the program make more steps"
         )
     if not folder.exists():
-        return "the program removed the results folder, so its steps could not be written"
+        return f"the program removed {folder}, the folder for its steps"
     if shutil.disk_usage(folder).free < MIN_FREE_BYTES:
         return f"the disk of {folder.parent} is full: no step could be written. Free some space, or use another folder"
     if foreign := run.users - {os.getuid()}:

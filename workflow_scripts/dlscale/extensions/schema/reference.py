@@ -19,8 +19,8 @@ HEAD = f"""# Every key of `config.yaml`
 
 This page lists the keys with which a configuration defines plans, runs, data and the machine.
 `dlscale schema --markdown` prints this page. `dlscale schema` prints the same keys as a JSON schema, with which editors
-complete and check the keys. No key is required. An absent key has the value in the study's file (`study.yaml`), or the
-default below.
+complete and check the keys. An absent key has the value in the study's file (`study.yaml`), or the default below;
+a key with neither is required.
 
 **Names** of datasets, plans and runs become names of folders.
 A name has {NAME_IN_WORDS}.

@@ -248,7 +248,7 @@ class Era5(DatasetKind):
         return Outline({"fields": (len(dataset.channels or SIMULATED_CHANNELS), grid)}, rows, values)
 
     def available(self, samples: PairSamples, rows: list[int]) -> int | None:
-        # This is an upper bound, since pairs with an incomplete history are left out.
+        # An upper bound: pairs with an incomplete history count here, although the samples leave them out.
         return sum(max(count - samples.dt, 0) for count in rows)
 
 
