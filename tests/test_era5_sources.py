@@ -106,8 +106,8 @@ def write(states: xr.Dataset, path: Path, form: str, chunk: int = 4) -> Path:
     return path
 
 
-def write_grib(states: xr.Dataset, path: Path, mode: str = "wb", **keys: Any) -> None:
-    """Write one message per time, variable and level, in this order; IEEE packing keeps values exact."""
+def write_grib(states: xr.Dataset, path: Path, mode: str = "wb", edition: int = 2, **keys: Any) -> None:
+    """Write one message per time, variable and level, in this order; IEEE packing keeps values of edition 2 exact."""
     eccodes = pytest.importorskip("eccodes")
     latitude, longitude = states.latitude.values, states.longitude.values
     grid = {
@@ -128,10 +128,10 @@ def write_grib(states: xr.Dataset, path: Path, mode: str = "wb", **keys: Any) ->
             for name, array in states.items():
                 for level in states.level.values if "level" in array.dims else (None,):
                     values = array.sel(time=time, **({} if level is None else {"level": level})).values
-                    message = eccodes.codes_grib_new_from_samples("regular_ll_pl_grib2")
+                    message = eccodes.codes_grib_new_from_samples(f"regular_ll_pl_grib{edition}")
                     level_key = {} if level is None else {"level": int(level)}
                     named = {**grid, **clock, "shortName": SHORT_NAMES[str(name)], **level_key, **keys}
-                    for key, value in {**named, "packingType": "grid_ieee"}.items():
+                    for key, value in {**named, **({"packingType": "grid_ieee"} if edition == 2 else {})}.items():
                         eccodes.codes_set(message, key, value)
                     eccodes.codes_set_values(message, values.astype(float).ravel())
                     eccodes.codes_write(message, file)
@@ -512,6 +512,53 @@ def test_grib_without_the_extra_is_refused_with_the_remedy(tmp_path: Path, monke
 def test_another_order_of_points_is_refused(tmp_path: Path) -> None:
     write_grib(atmosphere(names=("t2m",)), tmp_path / "a.grib", jPointsAreConsecutive=1)
     assert "from west to east (jPointsAreConsecutive is set)" in refused(tmp_path / "a.grib")
+
+
+@pytest.mark.parametrize("edition", [1, 2])
+@pytest.mark.parametrize(
+    ("first", "count", "lowest"),
+    [(0, 144, -180), (0, 104, -180), (20, 143, 0), (160, 30, -180), (350, 12, 0), (-10, 12, -180), (170, 1, -180)],
+)
+def test_each_grib_value_has_its_own_position(
+    tmp_path: Path, edition: int, first: float, count: int, lowest: float
+) -> None:
+    """ecCodes sorts `distinctLongitudes`, but not the values of a row such as 0, …, 177.5, -180, …, -2.5."""
+    eccodes = pytest.importorskip("eccodes")
+    longitude = (first + 2.5 * np.arange(count) - lowest) % 360.0 + lowest
+    states = atmosphere(hours=12, names=("t",), height=3, width=count).assign_coords(longitude=longitude)
+    states = states.isel(level=[0])
+    for name, stored in {"north": states, "south": states.isel(latitude=slice(None, None, -1))}.items():
+        write_grib(stored, path := tmp_path / name, edition=edition)
+        with open(path, "rb") as file:
+            message = eccodes.codes_grib_new_from_file(file)
+        keys = ("latitudes", "longitudes", "values")
+        latitudes, longitudes, values = (eccodes.codes_get_array(message, key) for key in keys)
+        truth = dict(zip(zip(latitudes, longitudes.round(3) % 360.0, strict=True), values, strict=True))
+        source = open_source(settings(["t@850"]), part(), [path])
+        west_to_east = source.coordinates["longitude"]
+        expected = [[truth[h, w % 360.0] for w in west_to_east] for h in source.coordinates["latitude"]]
+        np.testing.assert_array_equal(fields(source)[0, 0], np.float32(expected))
+        np.testing.assert_allclose(west_to_east - west_to_east[0], 2.5 * np.arange(count))
+
+
+def test_levels_between_whole_hectopascals(tmp_path: Path) -> None:
+    """ecCodes truncates the key `level` to 1 for 1.5 hPa; layers are no levels."""
+    exact = {"t@1": (0, 100), "t@1.5": (0, 150), "t@2.5": (1, 2500), "t@0.5": (0, 50), "t@0.0033": (2, 33)}
+    exact |= {"t@850.5": (0, 85050), "t@500": (-2, 500)}
+    states = atmosphere(hours=12, names=("t",)).isel(level=[0])
+    for number, (factor, value) in enumerate(exact.values()):
+        surface = {"scaleFactorOfFirstFixedSurface": factor, "scaledValueOfFirstFixedSurface": value}
+        write_grib(states + number, tmp_path / "a.grib", "ab", typeOfFirstFixedSurface=100, **surface)
+    levels = open_source(settings(list(exact)), part(), [tmp_path / "a.grib"])
+    expected = np.stack([(states + number).t[:, 0] for number in range(len(exact))], axis=1)
+    np.testing.assert_array_equal(fields(levels), expected)
+
+    write_grib(states, tmp_path / "b.grib", edition=1, indicatorOfTypeOfLevel=210, level=150)
+    assert open_source(settings(["t@1.5"]), part(), [tmp_path / "b.grib"]).fields[0].rows == 2
+    layer = {"scaledValueOfFirstFixedSurface": 100000, "scaledValueOfSecondFixedSurface": 50000}
+    layer |= {"scaleFactorOfFirstFixedSurface": 0, "scaleFactorOfSecondFixedSurface": 0}
+    write_grib(states, tmp_path / "c.grib", typeOfFirstFixedSurface=100, typeOfSecondFixedSurface=100, **layer)
+    assert refused(tmp_path / "c.grib", channels=("t@1000",)).endswith("the files contain: t")
 
 
 PACKED = {"scale_factor": np.float32(0.01), "add_offset": np.float32(273.15)}
@@ -942,6 +989,14 @@ def test_no_network_or_no_package_is_one_message(tmp_path: Path, address: str) -
     assert str(caught.value).startswith(address)
     assert "compute nodes have no network" in str(caught.value) or "pip install" in str(caught.value)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("levels", [(1000.0, 500.0, 1000.0), (1000.0011, 1000.0012, 500.0)])
+def test_levels_with_the_same_name_are_refused(levels: tuple[float, ...]) -> None:
+    """Only the first of two equal levels would be read."""
+    states = atmosphere(names=("z",)).assign_coords(level=("level", np.float64(levels)))
+    with pytest.raises(UserError, match="f: 'z' has several levels at 1000 hPa"):
+        gridded(states, "f", {"z"})
 
 
 def test_wrapped_longitudes_and_expver_have_their_own_remedy() -> None:

@@ -69,6 +69,8 @@ ANGLE = re.compile(r"(?!.*(south|west|[ _.°][sw]$|ees?w$))((deg|°).*)?")
 LEADS = {"step", "forecast_period", "prediction_timedelta", "lead_time", "leadtime", "lead", "forecast_hour"}
 #: Names of coordinates of an ensemble's members.
 MEMBERS = ("number", "realization", "member", "ensemble")
+#: GRIB's types of pressure levels, in their units per hPa. Layers between two levels have other types.
+PRESSURE_LEVELS = {"isobaricInhPa": 1.0, "isobaricInPa": 100.0}
 #: GRIB flags of unsupported orders of points: from east to west, along columns, every second line backwards.
 SCANNING = ("iScansNegatively", "jPointsAreConsecutive", "alternativeRowScanning")
 #: GRIB keys of the properties in which the fields of a channel must agree; see `_grib_traits`.
@@ -241,6 +243,11 @@ def _gridded(array: xr.DataArray, origin: str) -> Variable:
     if "level" in axes:
         hectopascals = axes["level"].values * factor
         channels = tuple(f"{short(name)}@{value:g}" for value in hectopascals)
+        if twice := [channel for channel in channels if channels.count(channel) > 1]:
+            raise UserError(
+                f"{origin}: '{name}' has several levels at {twice[0].partition('@')[2]} hPa, rounded to six digits; "
+                "expected different levels. Select one of them, e.g. with xarray's `isel`"
+            )
     values = array.variable
     if values.dtype.kind not in "fiub":
         raise UserError(f"{origin}: '{name}' has the type {values.dtype}; expected real numbers. Convert the values")
@@ -420,8 +427,9 @@ def _open_grib(path: Path, wanted: Collection[str]) -> tuple[list[Variable], lis
 
     def indexed(path: Path, stop: float = 0.0) -> Any:
         # All keys but the last distinguish variables; the last key distinguishes the times of a variable.
-        keys = ["cfVarName", "shortName", "units", "typeOfLevel", "level", "md5GridSection", *TRAITS, "valid_time"]
-        return messages.FileIndex.from_fieldset(stream, keys, cfmessage.COMPUTED_KEYS)
+        keys = ["cfVarName", "shortName", "units", "typeOfLevel", "exact level", "md5GridSection", *TRAITS, "valid_time"]
+        computed = {**cfmessage.COMPUTED_KEYS, "exact level": (_level, None)}
+        return messages.FileIndex.from_fieldset(stream, keys, computed)
 
     _silence_eccodes()
     stream = messages.FileStream(str(path), errors="raise")
@@ -434,8 +442,8 @@ def _open_grib(path: Path, wanted: Collection[str]) -> tuple[list[Variable], lis
     series: dict[tuple[str, str, str, tuple[tuple[str, str], ...]], list[tuple[int, Any]]] = {}
     for (cf_name, own, unit, kind, level, grid, *given, time), offsets in index.iter_index():
         name, traits = own if cf_name in ("unknown", "undef") else cf_name, _grib_traits(kind, level, *given)
-        if kind.startswith("isobaric"):
-            name = f"{name}@{level / (100.0 if kind == 'isobaricInPa' else 1.0):g}"
+        if kind in PRESSURE_LEVELS:
+            name = f"{name}@{level:g}"
         series.setdefault((name, unit, grid, tuple(traits.items())), []).extend((time, offset) for offset in offsets)
     names = list(dict.fromkeys(base(name) for name, *_ in series))
     with reading(path):
@@ -449,12 +457,27 @@ def _open_grib(path: Path, wanted: Collection[str]) -> tuple[list[Variable], lis
 def _grib_traits(kind: str, level: Any, edition: int, number: Any, mean: Any, step: str, span: str) -> dict[str, str]:
     """Return the traits of a message, given `typeOfLevel`, `level` and the values of `TRAITS`."""
     traits = {"number": "0" if number == "undef" else str(number), "derivedForecast": str(mean), "stepType": step}
-    if not kind.startswith("isobaric"):
+    if kind not in PRESSURE_LEVELS:
         # Both editions name the level of some variables differently, such as `surface` for 2 m temperature in GRIB 1.
-        traits[f"typeOfLevel and level (GRIB {edition})"] = f"{kind} {level}"
+        traits[f"typeOfLevel and level (GRIB {edition})"] = f"{kind} {str(level).removesuffix('.0')}"
     if step != "instant" and (ends := re.fullmatch(r"(\d+)(\w*)-(\d+)(\w*)", str(span))):
         traits["length of stepRange"] = f"{int(ends[3]) - int(ends[1])} {ends[4] or 'h'}"
     return traits
+
+
+def _level(message: Any) -> float:
+    """Return the exact level of a GRIB message: hPa on pressure levels, else in the unit of its type.
+
+    ecCodes truncates the levels of a GRIB 2 message: 150 Pa would be 1 hPa.
+    """
+    kind = message["typeOfLevel"]
+    if kind not in PRESSURE_LEVELS:
+        return float(message["level:float"])
+    if message["edition"] == 2:
+        value, exponent = (message[f"{key}OfFirstFixedSurface"] for key in ("scaledValue", "scaleFactor"))
+        if abs(exponent) < 128:  # else missing
+            return float(value / 10.0**exponent / 100.0)
+    return float(message["level"] / PRESSURE_LEVELS[kind])
 
 
 def _check_end(stream: Any, offsets: Iterable[int | tuple[int, int]]) -> None:
@@ -480,8 +503,9 @@ def _messages(path: Path, stream: Any, channel: str, entries: list[tuple[int, An
         raise UserError(f"{where} is on a grid of type {kind}; {GRID}")
     if order:
         raise UserError(f"{where} is not stored along parallels from west to east ({order[0]} is set); {GRID}")
-    latitude, longitude = (np.array(first[key], ndmin=1) for key in ("distinctLatitudes", "distinctLongitudes"))
-    latitude, longitude, south_first = _regular(latitude, longitude, where)
+    # The order of the values; ecCodes sorts `distinctLongitudes`.
+    latitudes, longitudes = (np.reshape(first[key], (first["Nj"], first["Ni"])) for key in ("latitudes", "longitudes"))
+    latitude, longitude, south_first = _regular(latitudes[:, 0], longitudes[0], where)
 
     def load(times: np.ndarray, levels: list[int], rows: slice, columns: slice) -> np.ndarray:
         out = np.empty((len(times), 1, rows.stop - rows.start, columns.stop - columns.start), np.float32)
