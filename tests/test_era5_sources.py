@@ -758,6 +758,66 @@ def test_an_unwritten_chunk_of_a_zarr_store_is_refused(
     np.testing.assert_array_equal(xr.open_dataset(tmp_path / "out.nc", engine="h5netcdf").t2m, states.t2m)
 
 
+SHARDS = partial(zarr.codecs.ShardingCodec, chunk_shape=(2, 9, 12))
+
+
+def sharded_store(path: Path, *codecs: Any) -> Any:
+    """Write a store in which t2m has these codecs and the fill value 0; return the array."""
+    states = atmosphere(names=("t2m",))
+    states.to_zarr(path, zarr_format=3, consolidated=False)
+    group = zarr.open_group(path, mode="r+")
+    values, attributes = group["t2m"][:], group["t2m"].attrs.asdict()
+    del group["t2m"], attributes["_FillValue"]
+    shape = {"shape": values.shape, "chunk_shape": (8, 9, 12), "dimension_names": list(states.t2m.dims)}
+    array = zarr.create(
+        store=path, path="t2m", dtype="f4", zarr_format=3, codecs=codecs, attributes=attributes, fill_value=0, **shape
+    )
+    array[:] = values
+    return array
+
+
+@pytest.mark.parametrize("where", ["start", "end"])
+@pytest.mark.parametrize(
+    "codecs",
+    [
+        [zarr.codecs.BytesCodec(), zarr.codecs.Crc32cCodec()],
+        [zarr.codecs.BytesCodec()],
+        [zarr.codecs.BytesCodec(endian="big")],
+    ],
+)
+def test_an_unwritten_chunk_is_found_whatever_the_index_of_the_shard(
+    tmp_path: Path, where: Any, codecs: list[Any]
+) -> None:
+    """The index of a shard may be at its start, without a checksum, and with either order of bytes."""
+    sharded = sharded_store(tmp_path / "store", SHARDS(index_codecs=codecs, index_location=where))
+    whole = days("2020-02-27", "2020-03-01", tmp_path / "store")
+    written = sharded[:]
+    sharded[4:6] = 0.0  # as the fill value
+    assert (sharded[4:6] == 0.0).all()
+    with pytest.raises(UserError, match="'t2m': 1 of 8 chunks were never written"):
+        acquire(settings(["t2m"]), whole, tmp_path / "out.nc")
+    sharded[4:6] = written[4:6]
+    acquire(settings(["t2m"]), whole, tmp_path / "out.nc")
+    np.testing.assert_array_equal(xr.open_dataset(tmp_path / "out.nc", engine="h5netcdf").t2m, written)
+
+
+@pytest.mark.filterwarnings("ignore:Combining a `sharding_indexed` codec")
+@pytest.mark.parametrize(
+    "codecs",
+    [
+        [SHARDS(index_codecs=[zarr.codecs.BytesCodec(), zarr.codecs.GzipCodec()])],
+        [SHARDS(chunk_shape=(4, 9, 12), codecs=[SHARDS()])],
+        [SHARDS(), zarr.codecs.GzipCodec()],
+        [zarr.codecs.TransposeCodec(order=(0, 1, 2)), SHARDS()],
+    ],
+    ids=["compressed index", "shards in shards", "compressed shards", "transposed"],
+)
+def test_shards_that_cannot_be_checked_are_refused(tmp_path: Path, codecs: list[Any]) -> None:
+    sharded_store(tmp_path / "store", *codecs)
+    with pytest.raises(UserError, match=r"t2m: chunks that were never written cannot be found .*sharding_indexed"):
+        acquire(settings(["t2m"]), days("2020-02-27", "2020-03-01", tmp_path / "store"), tmp_path / "out.nc")
+
+
 @pytest.mark.parametrize("version", [2, 3])
 def test_old_consolidated_metadata_of_a_folder_are_ignored(tmp_path: Path, version: Any) -> None:
     """Attributes that were corrected later are used, although the consolidated metadata are older."""
