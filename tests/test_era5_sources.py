@@ -447,6 +447,10 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[Path]], dict[str, Any], list[str
     "curvilinear": (changed(curvilinear), {}, ["y (9)", "cdo remapbil"]),
     "poles": (changed(lambda s: s.assign_coords(latitude=s.latitude + 32)), {}, ["within ±90 degrees"]),
     "pipe": (pipe, {}, ["pipe: a pipe or a device; expected a file"]),
+    "rotated": (
+        *(changed(lambda s: s.assign_coords(latitude=s.latitude.assign_attrs(standard_name="grid_latitude"))), {}),
+        ["on a rotated grid (standard_name grid_latitude); expected a regular grid"],
+    ),
     "shuffled": (changed(lambda s: s.isel(latitude=[0, 2, 1])), {}, ["strictly monotonic"]),
     "members": (changed(lambda s: xr.concat([s, s], "number")), {}, ["number (2)", "xarray's `isel`"]),
     "forecast": (changed(lambda s: s.assign_coords(step=6)), {}, ["forecasts: `valid_time`"]),
@@ -507,6 +511,17 @@ def test_grib_without_the_extra_is_refused_with_the_remedy(tmp_path: Path, monke
     monkeypatch.setitem(sys.modules, "cfgrib", None)
     (tmp_path / "a.grib").write_bytes(b"GRIB" + bytes(100))
     assert "GRIB needs cfgrib" in (message := refused(tmp_path / "a.grib")) and "dlscale[grib]" in message
+
+
+@pytest.mark.parametrize("form", ["netcdf4", "netcdf3"])
+def test_netcdf_with_attributes_of_grib_is_netcdf(tmp_path: Path, form: str) -> None:
+    """Files from cfgrib and from the Climate Data Store have the word GRIB in their first bytes."""
+    states = atmosphere(names=("t2m",)).assign_attrs(GRIB_edition=1, GRIB_centre="ecmf")
+    path = write(states, tmp_path / "a.nc", form)
+    assert b"GRIB" in path.read_bytes()[:1024]
+    np.testing.assert_array_equal(fields(open_source(settings(["t2m"]), part(), [path]))[:, 0], states.t2m)
+    path.write_bytes(b"CDF\x05" + path.read_bytes()[4:])
+    assert "convert other forms of NetCDF" in refused(path)
 
 
 def test_another_order_of_points_is_refused(tmp_path: Path) -> None:

@@ -65,6 +65,8 @@ PRESSURES = {
 }
 #: Units of latitudes and longitudes, lower case: degrees, but not degrees south or west.
 ANGLE = re.compile(r"(?!.*(south|west|[ _.°][sw]$|ees?w$))((deg|°).*)?")
+#: Standard names of the axes of a grid with rotated poles.
+ROTATED = {"grid_latitude", "grid_longitude"}
 #: Names and standard names of coordinates of a forecast's lead time.
 LEADS = {"step", "forecast_period", "prediction_timedelta", "lead_time", "leadtime", "lead", "forecast_hour"}
 #: Names of coordinates of an ensemble's members.
@@ -142,7 +144,8 @@ def open_variables(
         )
     with reading(path), open(path, "rb") as file:
         head = file.read(1024)
-    if b"GRIB" in head:  # a heading of a weather bulletin may precede this word
+    # A heading of a weather bulletin may precede this word. Attributes of NetCDF files may contain it.
+    if b"GRIB" in head and not head.startswith((b"\x89HDF", b"CDF")):
         return _open_grib(path, wanted)
     if head.startswith(b"\x89HDF\r\n\x1a\n"):
         engine = "h5netcdf"
@@ -228,6 +231,8 @@ def _gridded(array: xr.DataArray, origin: str) -> Variable:
         said = axes["level"].attrs
         standard, long = str(said.get("standard_name", "air_pressure")), str(said.get("long_name", "pressure"))
         factor = factor if standard == "air_pressure" and re.search("pressure|^level$", long.lower()) else None
+    if rotated := ROTATED & {str(axis.attrs.get("standard_name")) for axis in axes.values()}:
+        raise UserError(f"{origin}: '{name}' is on a rotated grid (standard_name {min(rotated)}); {GRID}")
     is_angle = all(ANGLE.fullmatch(units[kind]) for kind in ("latitude", "longitude"))
     if factor is None or not is_angle:
         raise UserError(
