@@ -432,8 +432,8 @@ def _open_grib(path: Path, wanted: Collection[str]) -> tuple[list[Variable], lis
 
     def indexed(path: Path, stop: float = 0.0) -> Any:
         # All keys but the last distinguish variables; the last key distinguishes the times of a variable.
-        keys = ["cfVarName", "shortName", "units", "typeOfLevel", "exact level", "md5GridSection", *TRAITS, "valid_time"]
-        computed = {**cfmessage.COMPUTED_KEYS, "exact level": (_level, None)}
+        keys = ["cfVarName", "shortName", "units", "typeOfLevel", "true level", "md5GridSection", *TRAITS, "valid_time"]
+        computed = {**cfmessage.COMPUTED_KEYS, "true level": (_level, None)}
         return messages.FileIndex.from_fieldset(stream, keys, computed)
 
     _silence_eccodes()
