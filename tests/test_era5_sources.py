@@ -16,7 +16,6 @@ import shutil
 import sys
 import tracemalloc
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ from dlscale.data.kind import Part, RawFile
 from dlscale.data.manifest import IDENTITY
 from dlscale.extensions.era5_vit.era5 import source as era5_source
 from dlscale.extensions.era5_vit.era5 import zarr as era5_zarr
-from dlscale.extensions.era5_vit.era5.kind import KIND, Era5Dataset
+from dlscale.extensions.era5_vit.era5.kind import Era5Dataset
 from dlscale.extensions.era5_vit.era5.source import Era5Source, _regular, gridded, open_source, open_variables
 from dlscale.extensions.era5_vit.era5.zarr import acquire
 from tests.conftest import served
@@ -847,33 +846,6 @@ def test_old_consolidated_metadata_of_a_folder_are_ignored(tmp_path: Path, versi
     acquire(settings(["t2m"]), days("2020-02-27", "2020-02-28", tmp_path / "store"), tmp_path / "out.nc")
     read = xr.open_dataset(tmp_path / "out.nc", engine="h5netcdf").t2m
     np.testing.assert_allclose(read, states.t2m[:8] + 10.0, atol=0.006)
-
-
-def test_a_changed_store_in_a_folder_is_acquired_again(tmp_path: Path) -> None:
-    """Other values, and a rebuilt store, are noticed; other variables do not count, nor does a deleted store."""
-    path, out = tmp_path / "store", tmp_path / "out.nc"
-    atmosphere(names=("t2m", "u10")).to_zarr(path, zarr_format=3, consolidated=False)
-    dataset = settings(["t2m"], source={"kind": "zarr", "store": str(path)})
-    raw = days("2020-02-27", "2020-03-01", path)
-
-    def look() -> str | None:
-        era5_zarr.files_digest.cache_clear()
-        return KIND.look(dataset, raw, out)
-
-    acquire(dataset, raw, out)
-    before = look()
-    assert before and before == look()
-    group = zarr.open_group(path, mode="r+")
-    group["u10"][:] = 0.0
-    assert look() == before
-    group["t2m"][:] = group["t2m"][:] + 50.0
-    assert look() not in (before, None)
-    shutil.rmtree(path)
-    assert look() == before
-    assert KIND.look(dataset, raw, tmp_path / "none.nc") is None
-    atmosphere(names=("t2m", "u10"), seed=1).to_zarr(path, zarr_format=3, consolidated=False)
-    assert look() not in (before, None)
-    assert KIND.look(dataset, replace(raw, origin="gs://bucket/store"), out) is None
 
 
 def test_acquisition_has_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

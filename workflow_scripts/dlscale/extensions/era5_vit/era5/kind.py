@@ -20,7 +20,6 @@ from dlscale.config.dataset import (
     refuse_changed,
     refuse_shared,
 )
-from dlscale.core import registry
 from dlscale.core.schema import Extent, PositiveInt, Seed, Strict
 from dlscale.data.kind import DatasetKind, Outline, Part, RawFile, name_files
 
@@ -231,20 +230,6 @@ class Era5(DatasetKind):
         # Only the requested part of a store is fetched, so the content of a raw file depends on these settings.
         keys = ("channels", "step_hours", "crop", "downsample") if raw.period else ()
         return {**super().raw_settings(dataset, raw), **{key: getattr(dataset, key) for key in keys}}
-
-    def look(self, dataset: Era5Dataset, raw: RawFile, made: pathlib.Path) -> str | None:
-        """Return a digest of the files of a store in a folder; None for other sources.
-
-        If the folder is missing, return the digest in the acquired file.
-        """
-        if not isinstance(dataset.source, Era5Zarr) or "://" in raw.origin:
-            return None
-        # Loaded by name, so that fingerprints of stages omit this module: no stage calls `look`.
-        store = registry.load("dlscale.extensions.era5_vit.era5.zarr")
-        digest: str | None = store.recorded_digest(made)
-        if pathlib.Path(raw.origin).exists():
-            digest = store.files_digest(raw.origin, frozenset(store.wanted_names(dataset)))
-        return digest
 
     def grid(self, dataset: Era5Dataset) -> tuple[int, ...] | None:
         source = dataset.source

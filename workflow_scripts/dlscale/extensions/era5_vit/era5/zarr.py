@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import hashlib
 import json
-import os
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-import h5py
 import numpy as np
 import tenacity
 
 from dlscale.core import urls
 from dlscale.core.errors import UserError
-from dlscale.core.files import atomic_write, reading, stamp
+from dlscale.core.files import atomic_write, reading
 from dlscale.data.kind import RawFile
 from dlscale.data.store import MEMORY
 from dlscale.extensions.era5_vit.era5.deferred import DeferredErrorFile
 from dlscale.extensions.era5_vit.era5.kind import Era5Dataset
 from dlscale.extensions.era5_vit.era5.simulator import create_series
 from dlscale.extensions.era5_vit.era5.source import (
-    AXES,
     DEFAULT_FILL,
     Era5Source,
     base,
@@ -75,8 +69,6 @@ def acquire(dataset: Era5Dataset, raw: RawFile, out: Path, progress: Callable[[i
             hours, grid = source.row_coordinates["time"], source.coordinates
             created = create_series(file, hours, grid["latitude"], grid["longitude"], described)
             file.attrs["source"] = ", ".join(source.attributes["source_files"])
-            if not remote:
-                file.attrs["files"] = files_digest(raw.origin, frozenset(wanted_names(dataset)))
             block = max(1, MEMORY // source.bytes_per_row)
             for start in range(0, field.rows, block):
                 stop = min(start + block, field.rows)
@@ -85,25 +77,6 @@ def acquire(dataset: Era5Dataset, raw: RawFile, out: Path, progress: Callable[[i
                     variable[start:stop] = values[:, position]
                 if progress:
                     progress(stop, field.rows)
-
-
-@functools.lru_cache
-def files_digest(folder: str, wanted: frozenset[str]) -> str:
-    """Return a digest of the names, sizes and times of the files of a store's axes and `wanted` variables."""
-    needed, files = {name for names in AXES.values() for name in names}, list[Path]()
-    with reading(folder), ThreadPoolExecutor(8) as pool:  # threads, since network file systems are slow
-        for array in Path(folder).iterdir():
-            if array.name in needed or base(array.name) in wanted:
-                files += [Path(root, name) for root, _, names in os.walk(array) for name in names]
-        states = pool.map(lambda file: (str(file.relative_to(folder)), *stamp(file)), sorted(files))
-        return hashlib.sha256(os.fsencode(repr(list(states)))).hexdigest()
-
-
-def recorded_digest(acquired: Path) -> str | None:
-    """Return the digest of the store from which a file was acquired; None if the file or its digest is missing."""
-    with contextlib.suppress(OSError), h5py.File(acquired) as file:
-        return file.attrs.get("files")
-    return None
 
 
 def _opened(origin: str, remote: bool, advice: str, wanted: Collection[str]) -> xr.Dataset:
