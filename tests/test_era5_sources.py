@@ -1250,9 +1250,10 @@ def test_netcdf_files_of_different_kinds_are_refused(tmp_path: Path) -> None:
     cases: list[tuple[dict[str, Any], dict[str, str], str]] = [
         ({"number": 4}, {}, "number is 3 in .*a.nc, 4 in .*b.nc"),
         ({"number": 3.0}, {"GRIB_stepType": "avg"}, "stepType is instant in .*, avg in .*b.nc"),
+        ({"level": ((), 85000.0, {"units": "Pa"})}, {}, "level is 500 in .*a.nc, 850 in .*b.nc"),
         ({}, {"cell_methods": "area: mean time: mean"}, "cell_methods is time: point in .*, time: mean in .*b.nc"),
     ]
-    first = first.assign_coords(number=3)
+    first = first.assign_coords(number=3, level=500)
     first.t2m.attrs |= {"GRIB_stepType": "instant", "cell_methods": "time: point"}
     for coordinates, attributes, words in cases:
         other = second.assign_coords(coordinates)

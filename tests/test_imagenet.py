@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from PIL import Image
+from PIL import Image, ImageCms
 
 from bench import published
 from bench.images import photograph
@@ -735,6 +735,28 @@ def test_loaders_deliver_the_same_samples(
                         off = np.abs(x[number].numpy().astype(int) - image)
                         assert y[number] == int(label)
                         assert off.max() <= most and off.mean() <= mean, (split, epoch, step, number)
+
+
+def test_dali_has_pillows_pixels_of_every_format(tmp_path: Path, folders: dict[str, Any]) -> None:
+    """DALI alone ignores the orientation of a TIFF, the largest value of a PGM, and colours of LAB and JPEG 2000."""
+    for turn in (2, 3, 6, 8):
+        (exif := Image.Exif())[0x112] = turn
+        picture(turn, 40, 60).save(tmp_path / f"valid/ape/{turn}.tiff", exif=exif)
+    grey = np.asarray(picture(9, 40, 60).convert("L")) // 3
+    (tmp_path / "valid/bee/dark.pgm").write_bytes(b"P5 60 40 100\n" + np.minimum(grey, 100).tobytes())
+    picture(10, 40, 60).save(tmp_path / "valid/bee/palette.gif")
+    ImageCms.profileToProfile(
+        picture(11, 40, 60), ImageCms.createProfile("sRGB"), ImageCms.createProfile("LAB"), outputMode="LAB"
+    ).save(tmp_path / "valid/cat/lab.tiff")  # type: ignore[union-attr]
+    picture(12, 40, 60).convert("YCbCr").save(tmp_path / "valid/cat/colours.jp2")
+    data = make_dataset(tmp_path / "data", settings(folders))
+    truth = samples(data, "valid")
+    with closing(dali(samples(data, "valid"), Share(truth.size))) as loader:
+        [(x, _)] = loader.epoch(0)
+    for number in range(truth.size):
+        off = np.abs(x[number].numpy().astype(int) - truth.read(0, number)[0])
+        assert off.max() <= 2 and off.mean() <= 0.5, number
+    assert truth.size == 6 + 8
 
 
 def test_dali_serves_ranks_that_have_nothing(tmp_path: Path, folders: dict[str, Any]) -> None:

@@ -7,12 +7,15 @@ The 8-bit pixels differ from Pillow's by rounding (docs/ladder.md). For boxes on
 from __future__ import annotations
 
 import contextlib
+import io
+import re
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torch.utils.dlpack import from_dlpack
 
 from dlscale.core.errors import UserError
@@ -20,6 +23,21 @@ from dlscale.data.loaders.base import Batch, Loader, Share, on_grids
 from dlscale.data.samples import CroppedImages, GridSamples, Samples
 from dlscale.extensions.dali.boxes import Boxes, Regions
 from dlscale.extensions.dali.settings import DaliLoader as Settings
+
+#: First bytes of the formats that DALI decodes to Pillow's pixels: JPEG, PNG, WebP, BMP.
+SAME_PIXELS = re.compile(rb"\xff\xd8|\x89PNG|RIFF....WEBP|BM", re.DOTALL)
+
+
+def decodable(file: np.ndarray) -> np.ndarray:
+    """Return an image file, uint8 [bytes], that DALI decodes to the pixels which Pillow decodes from `file`.
+
+    DALI ignores the orientation of a TIFF, the largest value of a PGM, and the colours of LAB and JPEG 2000.
+    """
+    if SAME_PIXELS.match(file[:12].tobytes()):
+        return file
+    with Image.open(io.BytesIO(file.data), formats=("GIF", "TIFF", "JPEG2000", "PPM")) as image:
+        image.convert("RGB").save(pixels := io.BytesIO(), "PPM")
+    return np.frombuffer(pixels.getvalue(), np.uint8)
 
 
 class Pace:
@@ -76,7 +94,7 @@ class Images:
                 **window,
                 device="mixed" if self._gpu else "cpu",
                 output_type=types.RGB,
-                adjust_orientation=False,  # torchvision does not rotate images either
+                adjust_orientation=False,  # torchvision does not rotate JPEG, PNG and WebP either
                 jpeg_fancy_upsampling=True,  # gives the same colours on GPU and CPU
             )
         else:
@@ -100,7 +118,8 @@ class Images:
         row, column = np.ascontiguousarray((windows.start / room).astype(np.float32).T)
         corner, extent, flip = (each.astype(np.int32) for each in (windows.corner, windows.extent, windows.flip))
         resized = windows.resized.astype(np.float32)
-        inputs += [windows.images, windows.labels, corner, extent, resized, column, row, flip]
+        images = [decodable(image) for image in windows.images] if self._samples.encoded else windows.images
+        inputs += [images, windows.labels, corner, extent, resized, column, row, flip]
         return inputs
 
     def explain(self, error: Exception) -> str | None:

@@ -291,6 +291,11 @@ def _gridded(array: xr.DataArray, origin: str) -> Variable:
         traits["cell_methods"] = statistics[0]
     for member in (name for name in MEMBERS if name in array.coords and array.coords[name].size == 1):
         traits["number"] = str(array.coords[member].values.item()).removesuffix(".0")
+    for level in (array.coords[name] for name in AXES["level"] if name in array.coords):
+        if level.ndim or level.dtype.kind not in "iuf":
+            continue
+        unit = PRESSURES.get(str(level.attrs.get("units", "")).strip().lower(), 1.0)
+        traits["level"] = f"{float(level) * unit:g}"
     chunk = values.encoding.get("preferred_chunks", {})
     stored = np.dtype(values.encoding.get("dtype", values.dtype))
     attrs = array.attrs
