@@ -557,7 +557,7 @@ def test_each_grib_value_has_its_own_position(
 
 
 def test_levels_between_whole_hectopascals(tmp_path: Path) -> None:
-    """ecCodes truncates the key `level` to 1 for 1.5 hPa; layers are no levels."""
+    """ecCodes truncates the key `level` to 1 for 1.5 hPa; a layer has no level."""
     exact = {"t@1": (0, 100), "t@1.5": (0, 150), "t@2.5": (1, 2500), "t@0.5": (0, 50), "t@0.0033": (2, 33)}
     exact |= {"t@850.5": (0, 85050), "t@500": (-2, 500)}
     states = atmosphere(hours=12, names=("t",)).isel(level=[0])
@@ -1216,7 +1216,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
 @pytest.mark.parametrize("files", [1, 2])
 @pytest.mark.parametrize("case", KINDS)
 def test_grib_fields_of_different_kinds_are_refused(tmp_path: Path, case: str, files: int) -> None:
-    """Members, levels or statistics over time that alternate in a file, or differ between files, are no series."""
+    """Members, levels or statistics over time that alternate in a file, or differ between files, are refused."""
     channel, *keys, words = KINDS[case]
     states, paths = atmosphere(names=("t2m",)), [tmp_path / name for name in ("a.grib", "b.grib")[:files]]
     for number, its in enumerate(keys):

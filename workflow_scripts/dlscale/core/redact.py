@@ -54,9 +54,9 @@ _IS_OPTION = r"(?:--[A-Za-z]|(?-i:-[A-Za-z][a-z_-]*)(?:[=\s\"']|\Z))"
 _LOGIN = re.compile(
     r"(?<![^\s\"'])(-u\s*[\"']?|--(?:proxy-)?user[=\s]\s*[\"']?)([^\s:/]+:[^\s/\"'][^\s\"']*)", re.IGNORECASE
 )
-#: Marker, or name within a text after its opening quote or its dashes. `whole` matches only at the start of a text.
+#: Marker, or name within a text after its opening quote or its dashes. `start` matches only at the start of a text.
 _NAMED = re.compile(
-    rf"{MARKER.pattern}|(?P<whole>\A[+~]{{0,2}})?(?P<quote>\\{{0,9}}[\"'])?"
+    rf"{MARKER.pattern}|(?P<start>\A[+~]{{0,2}})?(?P<quote>\\{{0,9}}[\"'])?"
     r"(?P<option>(?<![^\s\"'])-{1,2}|\bsetenv\s+|(?=\bbearer\s))?(?P<name>(?<!\w)\w[\w.-]*+)",
     re.IGNORECASE,
 )
@@ -73,7 +73,7 @@ _VALUE = (
 #: punctuation is between; the next value after `=`, `:` (in a header `a=b; c=d`) or `<<<`; the word after an option.
 _SECRET = re.compile(
     rf"""(?:{_NAMED.pattern})(?:
-    (?(whole)(?:=|:\s*){_SCHEME}(?P<rest>.+)|(?!))
+    (?(start)(?:=|:\s*){_SCHEME}(?P<rest>.+)|(?!))
     |(?(quote)\s*[=:]\s*{_SCHEME}(?P<quoted>(?:(?!(?P=quote))(?:\\+[^\\]|[^\\]))++)|(?!))
     |(?:\\*["'])?+(?:\[[^\[\]]{{0,99}}\](?=\s*=))?+(?:
         (?:(?![=:]\s*[\[({{]|{MARKER.pattern})[^\w;&|"'\\]|\\\s|or(?=\s))*+(?<![)\]}}])(?:[bfru]{{1,2}}(?=["']))?(?:

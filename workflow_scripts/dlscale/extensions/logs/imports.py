@@ -201,7 +201,7 @@ def read(
                     dropped[tags[tag]][NO_NUMBER if number is None else UNDATED] += 1
                     continue
                 goes_on = current.get(tag)
-                # An evaluation beside the training may log a smaller step late; a new try repeats steps.
+                # An evaluation in parallel with the training may log a smaller step late; a new try repeats steps.
                 if not goes_on or (
                     event.step < goes_on.last
                     and (event.step in goes_on.points or event.step < min(goes_on.points, default=0))

@@ -950,7 +950,7 @@ def pace_of_log(
 
     Also return None if no steps were made outside the spans `apart`. If the steps of some points do not increase with
     the time, as after the clock was set back, spans around these times and steps do not count. The spans `evaluated`
-    (see `evaluations`) are no part of the steps' time.
+    (see `evaluations`) do not belong to the steps' time.
     """
     ordered = {*in_order(points)}
     others = sorted(step for when, step in points if (when, step) not in ordered)
