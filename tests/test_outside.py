@@ -186,7 +186,7 @@ def test_time_in_evaluation_mode_without_a_loader_is_a_validation_if_it_is_rare(
 @pytest.mark.parametrize("count", [1, 2, 10])
 @pytest.mark.parametrize("late", [True, False])
 def test_a_model_may_return_to_training_after_the_first_batch(tmp_path: Path, count: int, late: bool) -> None:
-    """Transformers calls `train()` in each step: the wait for an epoch's first batch does not belong to a validation."""
+    """Transformers calls `train()` in each step: the wait for a first batch does not belong to a validation."""
     clock, mode = Clock(tmp_path), 0.0
     for _ in range(40):
         clock.iterator += 1
