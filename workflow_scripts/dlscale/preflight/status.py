@@ -155,7 +155,7 @@ def alive(doing: StageStatus) -> bool:
 
 def last_word(log: Path, stage: str) -> str | None:
     """Return the error message in the last line of a stage's log; None for any other line."""
-    if not log.is_file() or log.name.endswith(SUFFIX):
+    if not log.is_file() or log.is_symlink() or log.name.endswith(SUFFIX):
         return None
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - 4096))
