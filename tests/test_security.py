@@ -29,6 +29,7 @@ import yaml
 
 from dlscale.config import resolve as config
 from dlscale.core.errors import UserError
+from dlscale.core.files import write_json
 from dlscale.data import preview, staging
 from dlscale.data.manifest import File, Manifest
 from dlscale.extensions.crate.crate import Crate
@@ -279,6 +280,27 @@ def test_a_pipe_or_link_among_the_records_is_refused(
             report.dataset(data, "demo") if file.parent == data else sections.plan_view(read_plan(plan), shown)
         file.unlink()
         file.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"outside": {"command": ["python", "train.py", "--api-key", "t0psecret"]}},
+        {"variables": {"NCCL_TOKEN": "t0psecret"}},
+    ],
+)
+def test_a_crate_with_a_secret_in_a_record_is_refused(shared: Results, tmp_path: Path, record: dict[str, Any]) -> None:
+    """Earlier versions did not redact the command and the variables in records."""
+    pytest.importorskip("rocrate")
+    made = Crate(shared.root, read_plan(shared.plans[0]), ROOT / "CITATION.cff")
+    write_json(path := shared.root / "plans/gas/base/program.json", record)
+    made.file(path)
+    made._value("variables.NCCL_TOKEN", "t0psecret")
+    made.crate.root_dataset["name"] = made.crate.root_dataset["description"] = "a crate"
+    with pytest.raises(UserError, match=r"program\.json: contains .* a program's secret") as refused:
+        made.write(tmp_path / "crate")
+    path.unlink()
+    assert "t0psecret" not in str(refused.value) + (tmp_path / "crate/ro-crate-metadata.json").read_text()
 
 
 def test_a_crate_escapes_texts_and_refuses_links(shared: Results, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from dlscale.config.records import SweepRecord
 from dlscale.core import registry, text
 from dlscale.core.environment import Environment
 from dlscale.core.errors import UserError
-from dlscale.core.files import open_regular
+from dlscale.core.files import open_regular, reading
 from dlscale.core.metrics import Metric
 from dlscale.core.settings import flat, nested
 from dlscale.core.stages import RUN_STAGES
@@ -775,7 +775,7 @@ def thumbnail(plan: PlanResult) -> str | None:
     if run is None or run.prediction is None:
         return None
     content, small = picture(run.prediction)["data"], io.BytesIO()
-    with Image.open(io.BytesIO(base64.b64decode(content))) as image:
+    with reading(run.prediction), Image.open(io.BytesIO(base64.b64decode(content))) as image:
         top = image.convert("RGB").crop(
             (0, 0, image.width, min(image.height, int(THUMBNAIL[1] / THUMBNAIL[0] * image.width)))
         )
