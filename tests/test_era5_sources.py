@@ -106,8 +106,8 @@ def write(states: xr.Dataset, path: Path, form: str, chunk: int = 4) -> Path:
     return path
 
 
-def write_grib(states: xr.Dataset, path: Path, mode: str = "wb", **keys: Any) -> None:
-    """Write one message per time, variable and level, in this order; IEEE packing keeps values exact."""
+def write_grib(states: xr.Dataset, path: Path, mode: str = "wb", edition: int = 2, **keys: Any) -> None:
+    """Write one message per time, variable and level, in this order; IEEE packing keeps values of edition 2 exact."""
     eccodes = pytest.importorskip("eccodes")
     latitude, longitude = states.latitude.values, states.longitude.values
     grid = {
@@ -128,10 +128,10 @@ def write_grib(states: xr.Dataset, path: Path, mode: str = "wb", **keys: Any) ->
             for name, array in states.items():
                 for level in states.level.values if "level" in array.dims else (None,):
                     values = array.sel(time=time, **({} if level is None else {"level": level})).values
-                    message = eccodes.codes_grib_new_from_samples("regular_ll_pl_grib2")
+                    message = eccodes.codes_grib_new_from_samples(f"regular_ll_pl_grib{edition}")
                     level_key = {} if level is None else {"level": int(level)}
                     named = {**grid, **clock, "shortName": SHORT_NAMES[str(name)], **level_key, **keys}
-                    for key, value in {**named, "packingType": "grid_ieee"}.items():
+                    for key, value in {**named, **({"packingType": "grid_ieee"} if edition == 2 else {})}.items():
                         eccodes.codes_set(message, key, value)
                     eccodes.codes_set_values(message, values.astype(float).ravel())
                     eccodes.codes_write(message, file)
@@ -447,6 +447,10 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[Path]], dict[str, Any], list[str
     "curvilinear": (changed(curvilinear), {}, ["y (9)", "cdo remapbil"]),
     "poles": (changed(lambda s: s.assign_coords(latitude=s.latitude + 32)), {}, ["within ±90 degrees"]),
     "pipe": (pipe, {}, ["pipe: a pipe or a device; expected a file"]),
+    "rotated": (
+        *(changed(lambda s: s.assign_coords(latitude=s.latitude.assign_attrs(standard_name="grid_latitude"))), {}),
+        ["on a rotated grid (standard_name grid_latitude); expected a regular grid"],
+    ),
     "shuffled": (changed(lambda s: s.isel(latitude=[0, 2, 1])), {}, ["strictly monotonic"]),
     "members": (changed(lambda s: xr.concat([s, s], "number")), {}, ["number (2)", "xarray's `isel`"]),
     "forecast": (changed(lambda s: s.assign_coords(step=6)), {}, ["forecasts: `valid_time`"]),
@@ -509,9 +513,67 @@ def test_grib_without_the_extra_is_refused_with_the_remedy(tmp_path: Path, monke
     assert "GRIB needs cfgrib" in (message := refused(tmp_path / "a.grib")) and "dlscale[grib]" in message
 
 
+@pytest.mark.parametrize("form", ["netcdf4", "netcdf3"])
+def test_netcdf_with_attributes_of_grib_is_netcdf(tmp_path: Path, form: str) -> None:
+    """Files from cfgrib and from the Climate Data Store have the word GRIB in their first bytes."""
+    states = atmosphere(names=("t2m",)).assign_attrs(GRIB_edition=1, GRIB_centre="ecmf")
+    path = write(states, tmp_path / "a.nc", form)
+    assert b"GRIB" in path.read_bytes()[:1024]
+    np.testing.assert_array_equal(fields(open_source(settings(["t2m"]), part(), [path]))[:, 0], states.t2m)
+    path.write_bytes(b"CDF\x05" + path.read_bytes()[4:])
+    assert "convert other forms of NetCDF" in refused(path)
+
+
 def test_another_order_of_points_is_refused(tmp_path: Path) -> None:
     write_grib(atmosphere(names=("t2m",)), tmp_path / "a.grib", jPointsAreConsecutive=1)
     assert "from west to east (jPointsAreConsecutive is set)" in refused(tmp_path / "a.grib")
+
+
+@pytest.mark.parametrize("edition", [1, 2])
+@pytest.mark.parametrize(
+    ("first", "count", "lowest"),
+    [(0, 144, -180), (0, 104, -180), (20, 143, 0), (160, 30, -180), (350, 12, 0), (-10, 12, -180), (170, 1, -180)],
+)
+def test_each_grib_value_has_its_own_position(
+    tmp_path: Path, edition: int, first: float, count: int, lowest: float
+) -> None:
+    """ecCodes sorts `distinctLongitudes`, but not the values of a row such as 0, …, 177.5, -180, …, -2.5."""
+    eccodes = pytest.importorskip("eccodes")
+    longitude = (first + 2.5 * np.arange(count) - lowest) % 360.0 + lowest
+    states = atmosphere(hours=12, names=("t",), height=3, width=count).assign_coords(longitude=longitude)
+    states = states.isel(level=[0])
+    for name, stored in {"north": states, "south": states.isel(latitude=slice(None, None, -1))}.items():
+        write_grib(stored, path := tmp_path / name, edition=edition)
+        with open(path, "rb") as file:
+            message = eccodes.codes_grib_new_from_file(file)
+        keys = ("latitudes", "longitudes", "values")
+        latitudes, longitudes, values = (eccodes.codes_get_array(message, key) for key in keys)
+        truth = dict(zip(zip(latitudes, longitudes.round(3) % 360.0, strict=True), values, strict=True))
+        source = open_source(settings(["t@850"]), part(), [path])
+        west_to_east = source.coordinates["longitude"]
+        expected = [[truth[h, w % 360.0] for w in west_to_east] for h in source.coordinates["latitude"]]
+        np.testing.assert_array_equal(fields(source)[0, 0], np.float32(expected))
+        np.testing.assert_allclose(west_to_east - west_to_east[0], 2.5 * np.arange(count))
+
+
+def test_levels_between_whole_hectopascals(tmp_path: Path) -> None:
+    """ecCodes truncates the key `level` to 1 for 1.5 hPa; layers are no levels."""
+    exact = {"t@1": (0, 100), "t@1.5": (0, 150), "t@2.5": (1, 2500), "t@0.5": (0, 50), "t@0.0033": (2, 33)}
+    exact |= {"t@850.5": (0, 85050), "t@500": (-2, 500)}
+    states = atmosphere(hours=12, names=("t",)).isel(level=[0])
+    for number, (factor, value) in enumerate(exact.values()):
+        surface = {"scaleFactorOfFirstFixedSurface": factor, "scaledValueOfFirstFixedSurface": value}
+        write_grib(states + number, tmp_path / "a.grib", "ab", typeOfFirstFixedSurface=100, **surface)
+    levels = open_source(settings(list(exact)), part(), [tmp_path / "a.grib"])
+    expected = np.stack([(states + number).t[:, 0] for number in range(len(exact))], axis=1)
+    np.testing.assert_array_equal(fields(levels), expected)
+
+    write_grib(states, tmp_path / "b.grib", edition=1, indicatorOfTypeOfLevel=210, level=150)
+    assert open_source(settings(["t@1.5"]), part(), [tmp_path / "b.grib"]).fields[0].rows == 2
+    layer = {"scaledValueOfFirstFixedSurface": 100000, "scaledValueOfSecondFixedSurface": 50000}
+    layer |= {"scaleFactorOfFirstFixedSurface": 0, "scaleFactorOfSecondFixedSurface": 0}
+    write_grib(states, tmp_path / "c.grib", typeOfFirstFixedSurface=100, typeOfSecondFixedSurface=100, **layer)
+    assert refused(tmp_path / "c.grib", channels=("t@1000",)).endswith("the files contain: t")
 
 
 PACKED = {"scale_factor": np.float32(0.01), "add_offset": np.float32(273.15)}
@@ -711,6 +773,66 @@ def test_an_unwritten_chunk_of_a_zarr_store_is_refused(
     np.testing.assert_array_equal(xr.open_dataset(tmp_path / "out.nc", engine="h5netcdf").t2m, states.t2m)
 
 
+SHARDS = partial(zarr.codecs.ShardingCodec, chunk_shape=(2, 9, 12))
+
+
+def sharded_store(path: Path, *codecs: Any) -> Any:
+    """Write a store in which t2m has these codecs and the fill value 0; return the array."""
+    states = atmosphere(names=("t2m",))
+    states.to_zarr(path, zarr_format=3, consolidated=False)
+    group = zarr.open_group(path, mode="r+")
+    values, attributes = group["t2m"][:], group["t2m"].attrs.asdict()
+    del group["t2m"], attributes["_FillValue"]
+    shape = {"shape": values.shape, "chunk_shape": (8, 9, 12), "dimension_names": list(states.t2m.dims)}
+    array = zarr.create(
+        store=path, path="t2m", dtype="f4", zarr_format=3, codecs=codecs, attributes=attributes, fill_value=0, **shape
+    )
+    array[:] = values
+    return array
+
+
+@pytest.mark.parametrize("where", ["start", "end"])
+@pytest.mark.parametrize(
+    "codecs",
+    [
+        [zarr.codecs.BytesCodec(), zarr.codecs.Crc32cCodec()],
+        [zarr.codecs.BytesCodec()],
+        [zarr.codecs.BytesCodec(endian="big")],
+    ],
+)
+def test_an_unwritten_chunk_is_found_whatever_the_index_of_the_shard(
+    tmp_path: Path, where: Any, codecs: list[Any]
+) -> None:
+    """The index of a shard may be at its start, without a checksum, and with either order of bytes."""
+    sharded = sharded_store(tmp_path / "store", SHARDS(index_codecs=codecs, index_location=where))
+    whole = days("2020-02-27", "2020-03-01", tmp_path / "store")
+    written = sharded[:]
+    sharded[4:6] = 0.0  # as the fill value
+    assert (sharded[4:6] == 0.0).all()
+    with pytest.raises(UserError, match="'t2m': 1 of 8 chunks were never written"):
+        acquire(settings(["t2m"]), whole, tmp_path / "out.nc")
+    sharded[4:6] = written[4:6]
+    acquire(settings(["t2m"]), whole, tmp_path / "out.nc")
+    np.testing.assert_array_equal(xr.open_dataset(tmp_path / "out.nc", engine="h5netcdf").t2m, written)
+
+
+@pytest.mark.filterwarnings("ignore:Combining a `sharding_indexed` codec")
+@pytest.mark.parametrize(
+    "codecs",
+    [
+        [SHARDS(index_codecs=[zarr.codecs.BytesCodec(), zarr.codecs.GzipCodec()])],
+        [SHARDS(chunk_shape=(4, 9, 12), codecs=[SHARDS()])],
+        [SHARDS(), zarr.codecs.GzipCodec()],
+        [zarr.codecs.TransposeCodec(order=(0, 1, 2)), SHARDS()],
+    ],
+    ids=["compressed index", "shards in shards", "compressed shards", "transposed"],
+)
+def test_shards_that_cannot_be_checked_are_refused(tmp_path: Path, codecs: list[Any]) -> None:
+    sharded_store(tmp_path / "store", *codecs)
+    with pytest.raises(UserError, match=r"t2m: chunks that were never written cannot be found .*sharding_indexed"):
+        acquire(settings(["t2m"]), days("2020-02-27", "2020-03-01", tmp_path / "store"), tmp_path / "out.nc")
+
+
 @pytest.mark.parametrize("version", [2, 3])
 def test_old_consolidated_metadata_of_a_folder_are_ignored(tmp_path: Path, version: Any) -> None:
     """Attributes that were corrected later are used, although the consolidated metadata are older."""
@@ -758,6 +880,12 @@ def test_complex_values_are_refused(tmp_path: Path) -> None:
         ({"SCALE_FACTOR": 0.01}, "SCALE_FACTOR (0.01)"),
         ({"fill_value": -999.0}, "fill_value (-999.0)"),
         ({"ValidRange": np.float32([0, 400])}, "ValidRange"),
+        ({"slope": 0.1, "intercept": 0.0}, "slope (0.1)"),
+        ({"gain": 1.0, "offset": np.float32([3.0])}, "offset (3.0)"),
+        ({"scale": "0.1"}, "scale (0.1)"),
+        ({"nodata": np.int16(-1)}, "nodata (-1)"),
+        ({"missing": -1.0}, "missing (-1.0)"),
+        ({"scale": 1, "offset": 0.0, "nodata": np.nan, "Fill_Value": np.float32(np.nan), "bias": [0.0, 0.0]}, ""),
         ({"ScaleFactor": 1.0, "AddOffset": 0.0, "fmissing_value": 1e15, "actual_range": [0.0, 400.0]}, ""),
     ],
 )
@@ -874,6 +1002,43 @@ def test_a_missing_chunk_of_a_remote_store_is_refused(
     assert not (tmp_path / "again.nc").exists()
 
 
+@pytest.mark.parametrize("place", ["start", "end"])
+@pytest.mark.parametrize("remote", [True, False], ids=["remote", "folder"])
+@pytest.mark.parametrize(("numbers", "mark"), [("f4", None), ("i2", None), ("i2", -5)])
+def test_a_missing_chunk_within_a_shard_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, numbers: str, mark: int | None, remote: bool, place: str
+) -> None:
+    """A missing chunk within a shard would be read as 0; chunks of other times may be missing in a remote store."""
+    monkeypatch.setattr(era5_zarr, "_LONGEST_WAIT_S", 0.01)
+    states, folder = atmosphere(names=("t2m",)), tmp_path / "store"
+    states.drop_vars("t2m").to_zarr(folder, zarr_format=3, consolidated=False)
+    group = zarr.open_group(folder, mode="r+")
+    array = zarr.create_array(
+        group.store,
+        name="t2m",
+        shape=(16, 9, 12),
+        dtype=numbers,
+        fill_value=0,
+        chunks=(2, 9, 12),
+        shards={"shape": (8, 9, 12), "index_location": place},
+        attributes={**states.t2m.attrs, **({} if mark is None else {"_FillValue": mark})},
+        dimension_names=("time", "latitude", "longitude"),
+    )
+    array[2:] = states.t2m[2:].values.astype(numbers)
+    zarr.consolidate_metadata(group.store)
+    if remote:
+        memory, store = fsspec.filesystem("memory"), f"/{tmp_path.name}"
+        memory.put(str(folder), store, recursive=True)
+        words, folder = "channel 't2m' has no value at 2020-02-27 00:00", f"memory:/{store}"  # type: ignore[assignment]
+        acquire(settings(["t2m"]), days("2020-02-28", "2020-03-01", folder), tmp_path / "later.nc")
+        later = xr.open_dataset(tmp_path / "later.nc", engine="h5netcdf").t2m
+        np.testing.assert_array_equal(later, states.t2m[4:].values.astype(numbers))
+    else:
+        words = "'t2m': 1 of 8 chunks were never written"
+    with pytest.raises(UserError, match=words):
+        acquire(settings(["t2m"]), days("2020-02-27", "2020-03-01", folder), tmp_path / "out.nc")
+
+
 def test_a_login_reaches_a_store_and_no_message(tmp_path: Path, server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, shown = f"{server.replace('//', '//me:pa55@')}/served", f"{server}/served"
     monkeypatch.setenv(urls.VARIABLE, json.dumps({shown: whole}))
@@ -899,6 +1064,14 @@ def test_no_network_or_no_package_is_one_message(tmp_path: Path, address: str) -
     assert str(caught.value).startswith(address)
     assert "compute nodes have no network" in str(caught.value) or "pip install" in str(caught.value)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("levels", [(1000.0, 500.0, 1000.0), (1000.0011, 1000.0012, 500.0)])
+def test_levels_with_the_same_name_are_refused(levels: tuple[float, ...]) -> None:
+    """Only the first of two equal levels would be read."""
+    states = atmosphere(names=("z",)).assign_coords(level=("level", np.float64(levels)))
+    with pytest.raises(UserError, match="f: 'z' has several levels at 1000 hPa"):
+        gridded(states, "f", {"z"})
 
 
 def test_wrapped_longitudes_and_expver_have_their_own_remedy() -> None:
@@ -1017,6 +1190,80 @@ def test_relative_humidity_needs_known_units(temperature: str, moisture: str, wr
         np.testing.assert_allclose(source.read(0, 1)["fields"][0, 0], expected, rtol=1e-5)
 
 
+MEMBER, OVER_TIME = {"productDefinitionTemplateNumber": 1}, {"productDefinitionTemplateNumber": 8, "stepType": "accum"}
+ABOVE, ENSEMBLE, RAIN = (
+    {"typeOfLevel": "heightAboveGround"},
+    {"productDefinitionTemplateNumber": 2},
+    {"paramId": 228, **OVER_TIME},
+)
+#: Channel, GRIB keys of the fields at even and at odd times, and the property in which they differ, by case.
+KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
+    "members": ("t2m", {**MEMBER, "number": 0}, {**MEMBER, "number": 3}, "number is 0 in .*, 3 in"),
+    "a member and no member": ("t2m", {}, {**MEMBER, "number": 3}, "number is 0 in .*, 3 in"),
+    "heights": ("t", {**ABOVE, "level": 80}, {**ABOVE, "level": 90}, "is heightAboveGround 80 in .*, .*Ground 90 in"),
+    "level types": ("t", {**ABOVE, "level": 80}, {"typeOfLevel": "surface"}, "Ground 80 in .*, surface 0 in"),
+    "step types": ("t2m", {}, {**OVER_TIME, "stepRange": "0-6"}, "stepType is instant in .*, accum in"),
+    "lengths": ("tp", {**RAIN, "stepRange": "0-6"}, {**RAIN, "stepRange": "0-12"}, "is 6 h in .*, 12 h in"),
+    "mean and spread": (
+        "t2m",
+        {**ENSEMBLE, "derivedForecast": 0},
+        {**ENSEMBLE, "derivedForecast": 4},
+        " 0 in .*, 4 in",
+    ),
+}
+
+
+@pytest.mark.parametrize("files", [1, 2])
+@pytest.mark.parametrize("case", KINDS)
+def test_grib_fields_of_different_kinds_are_refused(tmp_path: Path, case: str, files: int) -> None:
+    """Members, levels or statistics over time that alternate in a file, or differ between files, are no series."""
+    channel, *keys, words = KINDS[case]
+    states, paths = atmosphere(names=("t2m",)), [tmp_path / name for name in ("a.grib", "b.grib")[:files]]
+    for number, its in enumerate(keys):
+        chosen = slice(number, None, 2) if files == 1 else slice(8 * number, 8 * number + 8)
+        hours = np.timedelta64(int(its.get("stepRange", "0-0").partition("-")[2]), "h")
+        fields_of_kind = states.isel(time=chosen)
+        write_grib(fields_of_kind.assign_coords(time=fields_of_kind.time - hours), paths[-number], "ab", **its)
+    message = refused(*paths, channels=(channel,))
+    assert re.search(f"'{channel}' has fields of different kinds: .*{words}", message), message
+
+
+def test_accumulations_over_equal_times_are_one_series(tmp_path: Path) -> None:
+    """Accumulations over 6 hours from two forecasts, and instantaneous fields of several lead times, are read."""
+    states, path = atmosphere(names=("t2m",)), tmp_path / "a.grib"
+    for number, span in enumerate(("0-6", "6-12")):
+        end = np.timedelta64(6 + 6 * number, "h")
+        some = states.isel(time=slice(number, None, 2))
+        keys = {**RAIN, "stepRange": span}
+        write_grib(some.assign_coords(time=some.time - end), path, "ab", **keys)
+        write_grib(some.assign_coords(time=some.time - end), path, "ab", forecastTime=6 + 6 * number)
+    for channel in ("tp", "t2m"):
+        source = open_source(settings([channel]), part(), [path])
+        np.testing.assert_array_equal(fields(source)[:, 0], states.t2m)
+
+
+def test_netcdf_files_of_different_kinds_are_refused(tmp_path: Path) -> None:
+    """Members, GRIB's step types and CF's statistics over time must agree between NetCDF files, and with GRIB files."""
+    states = atmosphere(names=("t2m",))
+    first, second = states.isel(time=slice(0, 8)), states.isel(time=slice(8, None))
+    write_grib(first, tmp_path / "a.grib", productDefinitionTemplateNumber=1, number=3)
+    cases: list[tuple[dict[str, Any], dict[str, str], str]] = [
+        ({"number": 4}, {}, "number is 3 in .*a.nc, 4 in .*b.nc"),
+        ({"number": 3.0}, {"GRIB_stepType": "avg"}, "stepType is instant in .*, avg in .*b.nc"),
+        ({}, {"cell_methods": "area: mean time: mean"}, "cell_methods is time: point in .*, time: mean in .*b.nc"),
+    ]
+    first = first.assign_coords(number=3)
+    first.t2m.attrs |= {"GRIB_stepType": "instant", "cell_methods": "time: point"}
+    for coordinates, attributes, words in cases:
+        other = second.assign_coords(coordinates)
+        other.t2m.attrs = {**states.t2m.attrs, **attributes}
+        paths = [write(states, tmp_path / name, "netcdf4") for name, states in (("a.nc", first), ("b.nc", other))]
+        assert re.search(f"'t2m' has fields of different kinds: {words}", refused(*paths))
+    later = write(second.assign_coords(number=3), tmp_path / "b.nc", "netcdf4")
+    source = open_source(settings(["t2m"]), part(), [tmp_path / "a.grib", later])
+    np.testing.assert_array_equal(fields(source)[:, 0], states.t2m)
+
+
 def test_messages_of_different_units_in_one_grib_file_are_refused(tmp_path: Path) -> None:
     """Total cloud cover has one name in GRIB, but is a fraction (paramId 164) or per cent (228164)."""
     states = atmosphere(names=("t2m",))
@@ -1024,6 +1271,23 @@ def test_messages_of_different_units_in_one_grib_file_are_refused(tmp_path: Path
         write_grib(states.isel(time=times), tmp_path / "a.grib", "ab", paramId=(164, 228164)[number])
     message = refused(tmp_path / "a.grib", channels=("tcc",))
     assert "'tcc' is on another grid or in other units" in message and "in '%'; expected" in message
+
+
+@pytest.mark.parametrize("units", ["K", "Pa", "m"])
+def test_a_part_of_a_chunk_that_was_never_written_is_refused(tmp_path: Path, units: str) -> None:
+    """HDF5 reads 0 where a part of a chunk was never written: refused for temperatures and pressures."""
+    states = atmosphere(names=("t2m",))
+    states.t2m.attrs["units"] = units
+    write(states, tmp_path / "a.nc", "netcdf4", chunk=8)
+    with h5py.File(tmp_path / "a.nc", "r+") as file:
+        file["t2m"][14:] = 0.0
+        file["t2m"].attrs["_FillValue"] = np.float32([np.nan])
+    if units == "m":
+        read = fields(open_source(settings(["t2m"]), part(), [tmp_path / "a.nc"]), block=16)
+        assert not read[14:].any() and read[13].all()
+    else:
+        assert f"'t2m' is 0 {units} at all points of 1 fields in this block" in refused(tmp_path / "a.nc")
+    assert fields(open_source(settings(["t2m"]), part("2020-02-27", "2020-02-28"), [tmp_path / "a.nc"])).all()
 
 
 @pytest.mark.parametrize(("declared", "grown"), [(False, True), (False, False), (True, True)])

@@ -6,11 +6,14 @@ import io
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,6 +50,7 @@ from dlscale.parallel.world import World
 from dlscale.train.build import open_session
 from dlscale.train.trainer import learning_rate, peak_rate
 from tests.conftest import TINY, make_dataset, make_run, records, stage, train
+from tests.waiting import PATIENCE
 
 CLASSES = ["ape", "bee", "cat"]
 BILINEAR = Image.Resampling.BILINEAR
@@ -491,6 +495,9 @@ def test_part_of_a_jpeg_equals_pillow(kind: str) -> None:
     if kind == "rotated by EXIF":
         assert Image.open(saved).getexif()[0x112] == 6
     truth, file = np.asarray(Image.open(saved).convert("RGB")), np.frombuffer(saved.getvalue(), np.uint8)
+    if kind == "progressive":  # Pillow decodes these files
+        assert jpeg.decode_box(file, (0, 0, 50, 50)) is None
+        return
     rng = np.random.default_rng(2)
 
     def compare(number: int) -> None:
@@ -512,6 +519,87 @@ def test_other_and_damaged_files_are_left_to_pillow() -> None:
         files.append(saved.getvalue())
     for file in files:
         assert jpeg.decode_box(np.frombuffer(file, np.uint8), (0, 0, 300, 300)) is None
+
+
+def damaged(number: int, rng: np.random.Generator) -> bytes:
+    """Return a JPEG that is damaged in one of eight ways behind its first quarter; `number` chooses the way."""
+    options = {"subsampling": int(rng.integers(3)), "progressive": number % 3 == 0, "restart_marker_rows": number % 2}
+    picture(number, 90, 120).save(saved := io.BytesIO(), "JPEG", quality=95, **options)
+    file, size = bytearray(saved.getvalue()), len(saved.getvalue())
+    at, end = int(rng.integers(size // 4, size)), b"\xff\xd9"
+    changes: list[tuple[slice, bytes]] = [
+        (slice(at, size), b""),
+        (slice(at, size), end),
+        (slice(at, at + 2), end),
+        (slice(at, at + 30), b""),
+        (slice(at, at + 1), b"\xff"),
+        (slice(size - 1 - at % 10, size), b""),
+        (slice(at, size), bytes(size - at)),
+        (slice(at, at + 30), rng.bytes(30)),
+    ]
+    where, content = changes[number % 8]
+    file[where] = content
+    return bytes(file)
+
+
+def test_a_part_of_a_damaged_jpeg_is_refused_or_equals_pillow() -> None:
+    """A damaged JPEG has the same pixels with nvImageCodec as with Pillow, and is refused if Pillow refuses it."""
+    pytest.importorskip("nvidia.nvimgcodec", reason="nvImageCodec is not installed: pip install 'dlscale[dali]'")
+    rng, decoded = np.random.default_rng(4), 0
+    for number in range(240):
+        file = damaged(number, rng)
+        part = jpeg.decode_box(np.frombuffer(file, np.uint8), (0, 7, 40, 50))
+        if part is not None:
+            decoded += 1
+            truth = Image.open(io.BytesIO(file)).convert("RGB")  # raises an error if Pillow refuses the file
+            assert np.array_equal(part, np.asarray(truth)[:40, 7:57]), number
+    assert decoded > 10
+
+
+@pytest.mark.parametrize("loader", ["with nvImageCodec", "with Pillow", "dali"])
+def test_a_truncated_jpeg_in_a_pack_is_refused_whatever_the_crop(
+    tmp_path: Path, folders: dict[str, str], monkeypatch: pytest.MonkeyPatch, loader: str
+) -> None:
+    """A JPEG whose second half was lost is refused, even if a crop has only pixels of the first half."""
+    picture(1, 200, 90).save(tmp_path / "train/ape/0.JPEG", quality=95)
+    data = make_dataset(tmp_path / "data", settings(folders))
+    with h5py.File(data / "source/train-0000.h5", "r+") as file:
+        first, count = file["index"][0, :2].tolist()
+        file["bytes"][first + count // 2 : first + count] = 0
+    if loader == "with Pillow":
+        monkeypatch.setattr(jpeg, "nvimgcodec", None)
+    read, words = samples(data, "train", scale=(0.01, 0.02)), "image 0 cannot be decoded .image file is truncated"
+    [index] = [at for at, (_, row) in enumerate(read._rows(0, range(read.size))) if row == 0]
+    windows = read.windows
+    monkeypatch.setattr(read, "windows", lambda *args: replace(found := windows(*args), corner=found.corner * 0))
+    if loader == "dali":
+        with closing(dali(read, Share(4))) as batches, pytest.raises(UserError, match=f"^.*train-0000.h5: {words}"):
+            list(batches.epoch(0))
+    else:
+        with pytest.raises(UserError, match=words):
+            read.read(0, index)
+
+
+def test_forks_decode_jpegs_and_failures_of_cuda_leave_them_to_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fork decodes although its parent has decoders; if nvImageCodec raises CUDA's errors, Pillow decodes."""
+    pytest.importorskip("nvidia.nvimgcodec", reason="nvImageCodec is not installed: pip install 'dlscale[dali]'")
+    file, box = np.frombuffer(photograph(1), np.uint8), (10, 20, 40, 50)
+    truth = np.asarray(Image.open(io.BytesIO(photograph(1))))[10:50, 20:70]
+
+    def equals_truth() -> bool:
+        return np.array_equal(jpeg.decode_box(file, box), truth)  # type: ignore[arg-type]
+
+    assert equals_truth()
+    child = multiprocessing.get_context("fork").Process(target=lambda: sys.exit(not equals_truth()))
+    child.start()
+    child.join(PATIENCE)
+    assert child.exitcode == 0
+
+    def fail(*args: int) -> None:
+        raise RuntimeError("CUDA Runtime failure: '#3'")
+
+    monkeypatch.setattr(jpeg, "_decoder", fail)
+    assert jpeg.decode_box(file, box) is None
 
 
 def test_images_that_nvimagecodec_decodes_otherwise_equal_pillow(tmp_path: Path, folders: dict[str, str]) -> None:

@@ -7,6 +7,7 @@ import functools
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -26,6 +27,7 @@ from dlscale.core.errors import UserError
 from dlscale.core.process import LAUNCHED
 from dlscale.core.settings import validate
 from dlscale.core.stages import RUN_STAGES
+from dlscale.data import describe, parts
 from dlscale.data.manifest import Manifest
 from dlscale.extensions.programs.files import kind as files_kind
 from dlscale.extensions.programs.files.describe import describe_prepared
@@ -530,6 +532,37 @@ def test_a_broken_dataset_fails_in_its_own_jobs_if_the_call_keeps_going(tmp_path
             assert words in found.datasets.acquire_params(wildcards)["settings"]["files"]
         assert [finding.status for finding in said] == ["warn" if keep_going else "FAIL"]
         assert words in said[0].text
+
+
+def test_a_changed_local_store_is_read_again(tmp_path: Path) -> None:
+    """Raw files depend on all files of a local Zarr store, and on the recorded state of a removed store."""
+    store, results = tmp_path / "store.zarr", tmp_path / "results"
+    for name in ("zarr.json", "t2m/zarr.json", "t2m/c/0/0/0", "t2m/c/1/0/0"):
+        (store / name).parent.mkdir(parents=True, exist_ok=True)
+        (store / name).write_bytes(b"abc")
+    source = {"kind": "zarr", "store": str(store)}
+    split = {"train": ["2020-01-01", "2020-01-20"], "valid": ["2020-01-21", "2020-01-29"]}
+    settings = {"kind": "era5", "source": source, "channels": ["t2m"], "split": split}
+
+    def state() -> Any:
+        found = jobs(results)
+        found.context.datasets["d"] = validate(dataset_type(), settings)
+        (file, *_) = parts.raws(found.context.datasets["d"])
+        return found.datasets.acquire_params(SimpleNamespace(dataset="d", file=file))["settings"]["files"]
+
+    states = [state()]
+    (store / "t2m/c/1/0/0").write_bytes(b"abd")
+    states.append(state())
+    os.utime(store / "t2m/c/0/0/0", (1.7e9, 1.7e9))
+    states.append(state())
+    (store / "t2m/c/0/0/0").rename(store / "t2m/c/2")
+    states.append(state())
+    assert len({json.dumps(each) for each in states}) == 4 and state() == states[-1]
+    dataset = validate(dataset_type(), settings)
+    manifest = describe.new_manifest(dataset, {}, {}, results / "data/d")
+    shutil.rmtree(store)
+    manifest.write(results / "data/d/manifest.json")
+    assert state() == states[-1], "without the store, its recorded state counts"
 
 
 def test_too_many_files_fail_in_their_own_jobs_if_the_call_keeps_going(

@@ -369,7 +369,11 @@ def test_invalid_weight_files_are_refused_and_never_executed(tmp_path: Path) -> 
 
 
 def test_evaluate_gives_the_values_of_the_training(
-    tmp_path: Path, cosmo_data: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    cosmo_data: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     folder, manifest = tmp_path / "results/plans/p/r", cosmo_data / "manifest.json"
     settings = config.merge(copy.deepcopy(COSMO_RUN), {"training": {"epochs": 3, "keep_best": "l1"}})
@@ -405,6 +409,10 @@ def test_evaluate_gives_the_values_of_the_training(
     assert stage("evaluate", "p.r") == 0
     out = capfd.readouterr().out
     assert out.startswith(f"p.r: {Path('results/plans/p/r/model.pt')}, 8 samples of valid") and "loss (L1)" in out
+    assert not caplog.text
+    torch.save({name: value + 1 for name, value in model.state_dict().items()}, folder / "model.pt")
+    assert stage("evaluate", "p.r") == 0
+    assert "model.pt: the loss is" in caplog.text and "the weights are those of another run" in caplog.text
     (folder / "model_best.pt").unlink()
     assert stage("evaluate", "p.r", "--weights", "best") == 2
     assert "model_best.pt: no such weights" in error_line(capfd)

@@ -301,6 +301,18 @@ def test_workers_ranks_and_resume_points_do_not_change_samples(
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("loader")]
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("name", [marked(name) for name in LOADERS if not name.startswith("dali")])
+def test_a_file_that_disappears_is_one_message(tmp_path: Path, name: str, workers: int) -> None:
+    """The message of a worker has no traceback."""
+    samples = crops(tmp_path, {})
+    for path in tmp_path.rglob("*.h5"):
+        path.unlink()
+    with pytest.raises(UserError) as raised, closing(LOADERS[name](samples, Share(4), workers)) as loader:
+        next(loader.epoch(0))
+    assert str(raised.value).startswith(f"{tmp_path}/") and str(raised.value).endswith(".h5: no such file")
+
+
 @pytest.mark.parametrize("kind", [marked(kind) for kind in SETTINGS])
 @pytest.mark.parametrize("study", TINY)
 def test_every_loader_serves_every_study(
@@ -415,6 +427,27 @@ def test_compiled_loops_equal_the_formula(form: str, step: tuple[int, int, int],
         wanted[c, i, j, k] = (value - shift[c]) * factor[c] + offset[c]
     getattr(direct_host, f"decode_{form}")(words, np.array([base, *step, *channel]), numbers, out)
     np.testing.assert_array_equal(out, wanted)
+
+
+UNCACHED = """
+import numpy as np
+from dlscale.data.loaders import direct_host
+from dlscale.extensions.imagenet_resnet50.imagenet.resize import resize
+out = np.zeros((3, 8, 8), np.uint8)
+resize(np.full((20, 20, 3), 7, np.uint8), (0, 0, 20, 20), (8, 8), (0, 0), False, out)
+assert (out == 7).all() and direct_host.decode_half
+"""
+
+
+def test_compiled_code_needs_no_folder_for_a_cache() -> None:
+    """Functions are compiled in memory if Numba finds no writable folder, as with a read-only package and no HOME.
+
+    Without NUMBA_CACHE_DIR, the named locator finds no folder.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"}
+    environment |= {"NUMBA_CACHE_LOCATOR_CLASSES": "UserProvidedCacheLocator"}
+    done = subprocess.run([sys.executable, "-c", UNCACHED], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_batch_is_overwritten_only_after_the_next_request(tmp_path: Path) -> None:

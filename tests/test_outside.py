@@ -50,7 +50,7 @@ from dlscale.parallel.records import Device
 from dlscale.report.evidence import Evidence, bound
 from dlscale.report.verdict import judge_run, verdict
 from dlscale.results import read_plan, read_run
-from tests.conftest import ROOT
+from tests.conftest import ROOT, variables
 from tests.waiting import PATIENCE, until
 
 # ---- the pace, computed from recorded steps ----------------------------------------------------------
@@ -130,6 +130,179 @@ def test_the_wait_for_workers_that_start_again_counts_also_after_a_validation(
     seconds = 0.05 * count + 0.19
     assert found and statistics.fmean(found.rates) == pytest.approx(8 * count / seconds, rel=0.03)
     assert found.waiting == pytest.approx((0.01 * count + 0.19) / seconds, rel=0.03)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize("how", ["evaluated", "ungraded"])
+@pytest.mark.parametrize("loader", [True, False])
+def test_a_validation_with_one_iterator_for_all_validations_is_no_training(
+    tmp_path: Path, count: int, how: str, loader: bool
+) -> None:
+    """`next(val_iter)` in evaluation mode or without gradients delivers no samples, and takes no time of steps."""
+    clock = Clock(tmp_path)
+    for number in range(200):
+        clock.iterator = number // 50
+        if loader:
+            clock.batch(0.01)
+        clock.step(0.04)
+        if number % 5 == 4:
+            clock.iterator, begin = 99, clock.now
+            for _ in range(count):
+                clock.batch(0.02, samples=32)
+                if how == "ungraded":
+                    clock.note("u 99")
+                clock.now += 0.1
+            if how == "evaluated":
+                clock.note(f"v {begin:.6f} {clock.now:.6f} 0")
+    (process,) = steps.read(tmp_path)[1]
+    found = steps.pace([process])
+    assert found and (found.samples, found.batch_size) == (loader, 8 if loader else None)
+    assert found.rates == pytest.approx([8 / 0.05 if loader else 1 / 0.04] * steps.WINDOWS)
+    assert "99" not in steps.training_iterators(process) and found.regular is None
+    assert not loader or found.pauses["other"] == pytest.approx(0.12 * count * 35, abs=0.12 * count)
+
+
+@pytest.mark.parametrize(("every", "expected"), [(10, 25.0), (2, 25.0), (1, 1 / 0.14)])
+def test_time_in_evaluation_mode_without_a_loader_is_a_validation_if_it_is_rare(
+    tmp_path: Path, every: int, expected: float
+) -> None:
+    """Evaluations before every step belong to the training, such as predictions that a loss needs."""
+    clock, points = Clock(tmp_path), list[tuple[float, float]]()
+    for number in range(200):
+        begin = clock.now
+        if number % every == every // 2:
+            clock.now += 0.1
+            clock.note(f"v {begin:.6f} {clock.now:.6f} 0")
+        clock.step(0.04)
+        points.append((clock.now + 1.7e9 - 1000, float(number)))
+    clock.note(f"v {1000.0:.6f} {clock.now:.6f} 0")  # a model that makes steps in evaluation mode
+    (process,) = steps.read(tmp_path)[1]
+    process.evaluated.remove(max(process.evaluated, key=lambda span: span[1] - span[0]))
+    found, logged = steps.pace([process]), steps.pace_of_log(points, None, (), steps.evaluations(process))
+    assert found and found.rates == pytest.approx([expected] * steps.WINDOWS)
+    assert logged and interval(logged.rates)[0] == pytest.approx(expected) and logged.regular is found.regular is None
+
+
+@pytest.mark.parametrize("count", [1, 2, 10])
+@pytest.mark.parametrize("late", [True, False])
+def test_a_model_may_return_to_training_after_the_first_batch(tmp_path: Path, count: int, late: bool) -> None:
+    """Transformers calls `train()` in each step: the wait for an epoch's first batch is no part of a validation."""
+    clock, mode = Clock(tmp_path), 0.0
+    for _ in range(40):
+        clock.iterator += 1
+        for number in range(count):
+            if mode and not late:
+                clock.note(f"v {mode:.6f} {clock.now:.6f} 0")
+            clock.batch(0.01 if number else 0.2)
+            if mode and late:
+                clock.note(f"v {mode:.6f} {clock.now:.6f} 0")
+            mode = 0.0
+            clock.step(0.04)
+        mode = clock.now
+        clock.validate(3, seconds=0.5)
+    found = steps.pace(steps.read(tmp_path)[1])
+    assert found and (found.batch_size, found.samples) == (8, True)
+    assert statistics.fmean(found.rates) == pytest.approx(8 * count / (0.05 * count + 0.19), rel=0.03)
+    assert found.waiting == pytest.approx((0.01 * count + 0.19) / (0.05 * count + 0.19), rel=0.03)
+
+
+def test_regular_long_steps_are_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    clock = Clock(tmp_path)
+    for number in range(200):
+        clock.step(0.45 if number % 10 == 3 else 0.05)
+    throughput, _ = running.measured(["x"], tmp_path, tmp_path / "none.csv", outcome([]), running.Reading())
+    said = capfd.readouterr().err
+    assert throughput.full and throughput.full.mean == pytest.approx(10 / 0.9, rel=0.1)
+    assert "long steps, 10 steps apart, take 4" in said and re.search(r"training alone makes (19|20)\.\d steps/s", said)
+
+
+def test_a_model_that_makes_steps_in_evaluation_mode_is_trained(tmp_path: Path) -> None:
+    clock = Clock(tmp_path)
+    for _ in range(20):
+        begin = clock.now
+        clock.epoch(10, wait=0.01, seconds=0.04)
+        clock.note(f"v {begin:.6f} {clock.now:.6f} 0")
+    found = steps.pace(steps.read(tmp_path)[1])
+    assert found and found.steps == 179 and found.rates == pytest.approx([160.0] * steps.WINDOWS)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("how", ["optimiser", "gradients", "unknown", "one loader"])
+def test_timed_validations_are_no_steps(tmp_path: Path, nested: bool, how: str) -> None:
+    """Loops over `timed(loader)` validate if only other loops have steps of an optimiser, or have gradients.
+
+    Without PyTorch, the steps of all loops count, with a warning if there are several loaders.
+    """
+    clock, loops = Clock(tmp_path, way="timed"), 0
+
+    def loop(count: int, loader: int, seconds: float, stepped: bool, inner: bool = False) -> None:
+        nonlocal loops
+        loops += 1
+        own = loops
+        clock.note(f"l {clock.now:.6f} {own} {loader}")
+        for number in range(count):
+            clock.iterator = own
+            clock.batch(0.01)
+            if how == "gradients" and loader == 2:
+                clock.note(f"u {own}")
+            clock.now += seconds
+            if inner and number % 5 == 4:
+                loop(4, 2, 0.02, False)
+            clock.note(f"s {clock.now:.6f} 0.0 0 {own} {stepped * (number % 2)}")
+
+    for _ in range(10):
+        loop(20, 1, 0.04, how == "optimiser", nested and how != "one loader")
+        if not nested and how != "one loader":
+            loop(10, 2, 0.02, False)
+    loop(1, 1, 0.04, False)  # a short epoch, within an accumulation
+    (process,) = steps.read(tmp_path)[1]
+    found = steps.pace([process])
+    assert len(process.steps) == (201 if how != "unknown" else 361 if nested else 301)
+    assert found and found.batch_size == 8 and process.unclear == (how == "unknown")
+    assert how == "unknown" or found.rates == pytest.approx([160.0] * steps.WINDOWS)
+
+
+@pytest.mark.parametrize("validates", [False, True])
+@pytest.mark.parametrize("way", ["seen", "timed"])
+def test_starting_and_ending_workers_counts_with_and_without_a_validation(
+    tmp_path: Path, validates: bool, way: str
+) -> None:
+    """Between epochs, workers start in 0.3 s and end in 0.2 s: the rate is that of complete epochs."""
+    clock = Clock(tmp_path, way=way)
+    for _ in range(30):
+        clock.iterator += 1
+        begin = clock.now
+        clock.now += 0.3
+        clock.note(f"l {begin:.6f}" if way == "timed" else f"i {begin:.6f} {clock.now:.6f} {clock.iterator}")
+        for _ in range(10):
+            clock.batch(0.01)
+            clock.step(0.04)
+        clock.now += 0.2
+        for since in (0.15, 0.2):  # the workers' end within the last request
+            clock.note(f"e {clock.now - since:.6f} {clock.now:.6f} {clock.iterator}")
+        if validates:
+            clock.validate(3, seconds=0.5)
+            clock.note(f"e {clock.now - 0.2:.6f} {clock.now:.6f} {clock.iterator}")
+    found = steps.pace(steps.read(tmp_path)[1])
+    assert found and statistics.fmean(found.rates) == pytest.approx(80 / 1.0, rel=0.03)
+    assert found.waiting == pytest.approx(0.1, rel=0.05) and found.between_epochs == pytest.approx(0.5, rel=0.05)
+
+
+@pytest.mark.parametrize("kind", ["seen", "log"])
+@pytest.mark.parametrize(("every", "extra"), [(10, 0.3), (4, 0.6), (10, 0.0), (0, 0.3)])
+def test_regular_long_steps_are_reported(tmp_path: Path, kind: str, every: int, extra: float) -> None:
+    """A validation without a loader, in a program whose modes are unknown, may look like a part of the training."""
+    clock, points = Clock(tmp_path), list[tuple[float, float]]()
+    for number in range(200):
+        irregular = not every and (number * number) % 23 == 2
+        clock.step(0.05 + extra * (irregular or (every > 0 and number % every == 3)))
+        points.append((clock.now, float(number)))
+    found = steps.pace(steps.read(tmp_path)[1]) if kind == "seen" else steps.pace_of_log(points, None)
+    assert found
+    if every and extra:
+        assert found.regular == (every, pytest.approx(extra / (0.05 * every + extra), rel=0.1))
+    else:
+        assert found.regular is None
 
 
 @pytest.mark.parametrize(("batches", "accumulated"), [(5, 4), (10, 4), (16, 8), (8, 1)])
@@ -299,6 +472,21 @@ def test_children_that_fit_something_of_their_own_are_not_ranks(tmp_path: Path) 
     starter = tmp_path / "seen.host.0"
     starter.write_text("".join(line for line in starter.read_text().splitlines(True) if not line.startswith("b ")))
     assert sorted(process.pid for process in steps.read(tmp_path)[1]) == [0, 1, 2, 3]
+
+
+def test_successive_trainings_share_no_step(tmp_path: Path) -> None:
+    """A training that resumes with another optimiser begins with a step of its own; a GAN's optimisers share steps."""
+    clock = Clock(tmp_path)
+    for clock.optimizer, count in ((1, 60), (2, 30), (4, 20)):
+        clock.epoch(count, wait=0.01, seconds=0.09)
+    (process,) = steps.read(tmp_path)[1]
+    assert len(process.steps) == len(process.computed) == 110
+    assert [round(each - 1.7e9, 2) for each in process.steps[58:62]] == [5.9, 6.0, 6.1, 6.2]
+    assert [steps._count(process, span) for span in steps.trainings(process)] == [60, 30, 20]
+    clock = Clock(tmp_path)
+    for clock.optimizer in [*[1] * 5, *[2, 1] * 30]:
+        clock.step(0.1)
+    assert len(steps.read(tmp_path)[1][0].steps) == 35
 
 
 def test_optimisers_that_alternate_and_short_trainings_are_one(tmp_path: Path) -> None:
@@ -904,6 +1092,22 @@ def test_a_tag_of_the_training_is_chosen(tmp_path: Path) -> None:
     assert len(points) == 80, "a validation's tag counts if there is no other"
 
 
+def test_a_tag_of_epochs_does_not_count_steps(tmp_path: Path) -> None:
+    """Keras logs `epoch_loss` at step 0, 1, 2; Lightning logs `loss_epoch` at the last step of each epoch."""
+    for folder, tag, numbers in (
+        *(("keras", "epoch_loss", range(9)), ("both", "epoch_loss", range(99)), ("both", "batch_loss", range(50))),
+        ("lightning", "loss_epoch", range(99, 1000, 100)),
+    ):
+        with SummaryWriter(str(tmp_path / folder)) as board:
+            for number, step in enumerate(numbers):
+                board.add_scalar(tag, 1.0, step, walltime=BEGIN + number)
+    with pytest.raises(UserError, match=r"the tag epoch_loss counts epochs, not steps.*update_freq=10"):
+        logs.logged(tmp_path / "keras", logs.Start(BEGIN), BEGIN + 60)
+    for folder, count in (("both", 50), ("lightning", 10)):
+        (points,) = logs.logged(tmp_path / folder, logs.Start(BEGIN), BEGIN + 120)
+        assert len(points) == count
+
+
 def logged_run(folder: Path, case: str) -> tuple[float, int | None]:
     """Write steps of two batches, and a log of them; return the rate of the training, and the stated samples.
 
@@ -926,6 +1130,9 @@ def logged_run(folder: Path, case: str) -> tuple[float, int | None]:
                 clock.batch(0.0, 1000)
                 clock.now += 0.03 if case == "short validations" else 0.25
             clock.iterator = 0
+        if case == "evaluations" and number % 5 == 0:
+            clock.now += 0.5
+            clock.note(f"v {clock.now - 0.5:.6f} {clock.now:.6f} 0")
         if number % 5 == 0:
             factor = {"micro-batches": 2, "stated micro-batches": 2}.get(case, 1)
             points.append((1.7e9 + clock.now - 1000, number * factor))
@@ -939,6 +1146,7 @@ def logged_run(folder: Path, case: str) -> tuple[float, int | None]:
     [
         ("plain", False),
         ("steps", False),
+        ("evaluations", False),
         ("validations", True),
         ("short validations", True),
         ("micro-batches", True),
@@ -1066,6 +1274,24 @@ PRINTED = [
         )
     ),
     (r"kimg/s: (\S+)", "kimg/s: 1.2", ("", 1200)),
+    # The suffix m may be million or milli, and other factors are unknown.
+    *(
+        (r"speed:? ([\d.]+)", text, None)
+        for text in (
+            *(
+                "speed 1.2m samples/s",
+                "speed 1.2msamples/s",
+                "speed 1.2 m samples/s",
+                "speed: 1.2m",
+                "speed 1.2B img/s",
+            ),
+            *("speed 1.2 million samples/s", "speed 1.2 thousand it/s", "speed 1.2mil. samples/s", "speed 1.2µ it/s"),
+        )
+    ),
+    (r"per second: ([\d.]+)", "samples per second: 1.2m", None),
+    (r"per second: ([\d.]+)", "samples per second: 84imgs", ("", 84)),
+    (r"speed ([\d.]+)", "speed 84.05samples/s", ("", 84.05)),
+    (r"speed ([\d.]+)", "speed 101.0ms/step", (PER_STEP, 1 / 0.101)),
     # Short names, and names without a separator.
     *(
         (rf"{label}=(\S+)", f"ppl=240.1, {label}=48.3, lr=0.1", (expected, 48.3) if expected else None)
@@ -1120,6 +1346,8 @@ PRINTED = [
             "g/s/chip",
         )
     ),
+    (r"([\d.]+)/s/gpu", "Batch (t): 0.123, 520.3/s, 65.0/s/gpu", None),
+    (r", ([\d.]+)/s,", "Batch (t): 0.123, 520.3/s, 65.0/s/gpu", ("", 520.3)),
     *(
         (r"([\d.]+)$", f"{text} 120.5", None)
         for text in ("samples_per_sec_per_gpu:", "Img/sec per GPU:", "SamplesPerSecPerDevice")
@@ -1711,6 +1939,40 @@ def test_a_killed_measurement_leaves_nothing_running(tmp_path: Path) -> None:
     until("all have ended", lambda: not any(each.is_running() for each in every))
 
 
+def test_open_files_of_the_shell_are_the_programs(tmp_path: Path) -> None:
+    path = program(tmp_path, "import os, sys; print(open(sys.argv[1]).read()); os.write(3, b'to descriptor 3')")
+    command = shlex.join([sys.executable, "-m", "dlscale", "measure", "--", sys.executable, str(path)])
+    shell = f"{command} <(echo lr=1) 3> out"
+    told = subprocess.run(
+        ["bash", "-c", shell], cwd=tmp_path, env=variables(), capture_output=True, text=True, timeout=120, check=False
+    )
+    assert told.stdout.split() == ["lr=1"] and told.returncode == 0, told.stderr
+    assert (tmp_path / "out").read_text() == "to descriptor 3"
+
+
+def test_a_pipe_that_does_not_wait_loses_no_output(tmp_path: Path) -> None:
+    path = program(tmp_path, "for number in range(300): print('avg', number + 1, 'samples/s', '.' * 1000, flush=True)")
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    command = [
+        sys.executable,
+        "-m",
+        "dlscale",
+        "measure",
+        "--rate",
+        r"avg ([\d.]+) samples/s",
+        "--",
+        sys.executable,
+        path,
+    ]
+    with subprocess.Popen(command, cwd=tmp_path, env=variables(), stdout=write, stderr=subprocess.DEVNULL):
+        os.close(write)
+        time.sleep(5)  # the pipe is full
+        with open(read) as lines:
+            text = lines.read()
+    assert [int(number) for number in re.findall(r"avg (\d+) ", text)] == list(range(1, 301))
+
+
 def test_signals_are_the_programs(tmp_path: Path) -> None:
     """The program can save its state on a signal, and the program's exit status is returned."""
     code = (
@@ -1728,6 +1990,35 @@ def test_signals_are_the_programs(tmp_path: Path) -> None:
     process.send_signal(signal.SIGTERM)
     _, told = process.communicate(timeout=60)
     assert process.returncode == 9 and "status 9" in told
+
+
+#: Program that saves for two seconds after SIGTERM, and a process that runs it with a grace period and sends SIGTERM.
+SAVES = """
+import signal, sys, time
+signal.signal(15, lambda *a: (time.sleep(2), sys.exit(9)))
+print("on", flush=True)
+time.sleep(60)
+"""
+ASKS = """
+import os, sys, threading
+from pathlib import Path
+from dlscale.extensions.programs.running import run_command
+threading.Timer(3, os.kill, (os.getpid(), 15)).start()
+grace = float(sys.argv[2]) or None
+print(run_command([sys.executable, "-c", sys.argv[1]], Path(sys.argv[3]), None, grace=grace).status)
+"""
+
+
+@pytest.mark.parametrize(("grace", "status"), [(0, 9), (0.5, 128 + signal.SIGKILL)])
+def test_only_plans_kill_a_program_that_saves_for_long(tmp_path: Path, grace: float, status: int) -> None:
+    told = subprocess.run(
+        [sys.executable, "-c", ASKS, SAVES, str(grace), tmp_path / "steps"],
+        env=variables(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert told.stdout.split() == ["on", str(status)], told.stderr
 
 
 # ---- programs of all kinds, and bad input ------------------------------------------------------------
@@ -1794,6 +2085,39 @@ def skips_steps():
         scaler.update()
         adam.zero_grad()
 
+def validates(evaluate):
+    batches, net, number = iter(DataLoader(Rows(), batch_size=32)), nn.Sequential(model, nn.Dropout()), 0
+    for x in DataLoader(Rows(), batch_size=8):
+        net(x).square().mean().backward()
+        adam.step()
+        adam.zero_grad()
+        number += 1
+        if number % 5 == 0: evaluate(net, batches)
+def validates_by_next():
+    def evaluate(net, batches):
+        net.eval()
+        net(next(batches))
+        net.train()
+    validates(evaluate)
+def validates_without_gradients():
+    validates(torch.no_grad()(lambda net, batches: net(next(batches))))
+def validates_by_inference():
+    validates(torch.inference_mode()(lambda net, batches: net(next(batches))))
+def evaluates_parts():
+    class Own(nn.Sequential):
+        def train(self, mode=True):
+            super().train(mode)
+            self[1].eval()
+            return self
+    net, teacher, script = Own(model, nn.Dropout()), nn.Linear(1, 1).eval(), torch.jit.script(nn.Linear(1, 1))
+    for x in DataLoader(Rows(), batch_size=8):
+        net.train()
+        teacher.eval()
+        net(x).square().mean().backward()
+        adam.step()
+        adam.zero_grad()
+    assert script.eval().train() is script and not net[1].training and net.eval() is net and not model.training
+
 class Flow(IterableDataset):
     def __init__(self, count=480): self.count = count
     def __iter__(self): return iter(torch.randn(self.count, 3, 4))
@@ -1833,6 +2157,13 @@ def sampler_of_batches():
         def __len__(self): return 480
         def __getitem__(self, rows): return torch.randn(len(rows), 64)
     train(DataLoader(Lists(), sampler=torch.utils.data.BatchSampler(range(480), 8, False)), adam, x=X)
+def sampler_of_requests():
+    class Chosen(Dataset):
+        def __len__(self): return 480
+        def __getitems__(self, request):
+            return [torch.randn(64) for _ in (request["ids"] if isinstance(request, dict) else request[1])]
+    requests = [{"ids": list(range(8)), "size": 24}, (24, list(range(8)))] * 30
+    train(DataLoader(Chosen(), batch_sampler=requests), adam, x=X)
 def sampler_of_iterators():
     class Iterators:
         def __iter__(self): return (iter(range(n, n + 8)) for n in range(0, 480, 8))
@@ -1902,12 +2233,13 @@ def step_that_fails():
         except RuntimeError: pass
 
 for run in (plain, accumulates, two_optimizers, no_loader, texts, boxes, stream, odd_rank, closes_files, lbfgs,
-            skips_steps, shape_that_is_a_word, shape_that_is_a_number, shape_of_words, shape_that_fails,
+            skips_steps, validates_by_next, validates_without_gradients, validates_by_inference, evaluates_parts,
+            shape_that_is_a_word, shape_that_is_a_number, shape_of_words, shape_that_fails,
             values_that_take_more, attributes_that_fail, truth_and_length_that_fail, mapping_that_fails,
             class_that_fails, nested, scalars, images, labelled,
             rows_one_by_one, batches_as_items, batches_in_rows, pairs, time_major, joined_graphs, packed,
             drops_samples, drops_pairs, rows_along_time, joined_rows, sampler_of_batches,
-            sampler_of_iterators, last_is_smaller, last_of_many_is_smaller, last_of_six_is_smaller,
+            sampler_of_requests, sampler_of_iterators, last_is_smaller, last_of_many_is_smaller, last_of_six_is_smaller,
             one_batch_for_all, each_batch_four_times, kept_batches,
             two_loaders, skips_batches, reads_ahead, clears_environment, replaces_environment, loses_environment,
             replaces_functions, loses_modules, loader_of_its_own, leaves_epochs, batch_that_fails, step_that_fails):
@@ -1983,6 +2315,10 @@ def loops(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, Path
         ("closes_files", 8, 120),
         ("lbfgs", 8, 60),
         ("skips_steps", 8, 59),
+        ("validates_by_next", 8, 60),
+        ("validates_without_gradients", 8, 60),
+        ("validates_by_inference", 8, 60),
+        ("evaluates_parts", 8, 60),
         ("shape_that_is_a_word", None, 60),
         ("shape_that_is_a_number", None, 60),
         ("shape_of_words", None, 60),
@@ -2008,6 +2344,7 @@ def loops(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, Path
         ("rows_along_time", 8, 60),
         ("joined_rows", 8, 60),
         ("sampler_of_batches", None, 60),
+        ("sampler_of_requests", None, 60),
         ("sampler_of_iterators", None, 60),
         ("last_is_smaller", None, 60),
         ("last_of_many_is_smaller", 8, 55),
@@ -2040,6 +2377,35 @@ def test_loops_of_all_kinds(
     pace = steps.pace(processes)
     assert pace and [len(process.steps) for process in processes] == [count]
     assert (pace.batch_size, pace.samples, pace.processes) == (batch, batch is not None, 1)
+
+
+#: Training whose loaders are all wrapped by `timed`, with validations after or within epochs.
+TIMED = """
+import sys, sitecustomize
+sys.path.insert(0, str(sitecustomize.HERE.parent))
+from timed import timed
+train_loader, valid = timed(DataLoader(Rows(), batch_size=8)), timed(DataLoader(Rows(), batch_size=40))
+for epoch in range(2):
+    for number, x in enumerate(train_loader):
+        model(x).square().mean().backward()
+        adam.step()
+        adam.zero_grad()
+        if sys.argv[1] == "within" and number % 20 == 5:
+            for x in valid: model(x)
+    if sys.argv[1] == "after":
+        for x in valid: model(x)
+"""
+
+
+@pytest.mark.parametrize("when", ["within", "after"])
+def test_timed_around_all_loaders_counts_training_alone(tmp_path: Path, when: str) -> None:
+    ended = hooked(tmp_path, program(tmp_path, LOOPS.partition("for run in")[0] + TIMED), when)
+    assert ended.returncode == 0 and not ended.stderr
+    way, (process,) = steps.read(tmp_path / "steps")
+    assert (way, len(process.steps), process.unclear) == ("timed", 120, False)
+    assert sum(batch[1] == "0" for batch in process.batches) == 120 < len(process.batches)
+    found = steps.pace([process])
+    assert found and (found.batch_size, found.samples) == (8, True)
 
 
 AHEAD = """
@@ -2197,11 +2563,14 @@ def test_four_ways_agree_within_their_intervals(tmp_path: Path) -> None:
         assert centre == pytest.approx(watch[0], abs=reach + watch[1] + 0.03 * watch[0]), (told, watch)
 
 
+SHELL = "If it is a script without #! line, start it with its shell: sh {path}"
+
+
 @pytest.mark.parametrize(
     ("text", "mode", "status", "message"),
     [
         ("echo", 0o644, 126, "Permission denied"),
-        ("echo", 0o755, 126, "Exec format error"),
+        ("echo", 0o755, 126, f"Exec format error. {SHELL}"),
         ("#!/no/such", 0o755, 127, "No such file or directory"),
         (None, 0, 126, "Permission denied"),
     ],
@@ -2216,6 +2585,7 @@ def test_a_command_that_cannot_be_run_gives_one_message(
         path.write_text(text)
         path.chmod(mode)
     ended = measure(tmp_path, "--", path)
+    message = message.replace("{path}", str(path))
     assert (ended.returncode, ended.stderr) == (status, f"dlscale measure: {path}: {message}\n")
     assert not any((tmp_path / "results/plans" / PLAN).glob("*"))
 
@@ -2243,7 +2613,7 @@ PRINTS = "for rate in {}: print('avg', rate, 'samples', end=chr(10)); __import__
         ),
         (
             ["--", "python", "-c", "import glob, shutil; shutil.rmtree(*glob.glob('.dlscale-*'))"],
-            "the program removed the results folder",
+            "the program removed .dlscale-",
         ),
         (["--", "env", "-i", sys.executable, "-c", "1"], "no Python process loaded dlscale's hook"),
         (["--", "python", "-I", "-c", "1"], "no Python process loaded dlscale's hook"),

@@ -41,7 +41,7 @@ from dlscale.extensions.programs.launch import (
     TORCHRUN_VARIABLES,
     launch_program,
 )
-from dlscale.extensions.programs.program import SOURCES, earlier, epochs_of, steps_at, warn_of_divergence
+from dlscale.extensions.programs.program import SOURCES, earlier, epochs_of, of_ranks, steps_at, warn_of_divergence
 from dlscale.extensions.programs.running import HOOK, PRINTED
 from dlscale.extensions.programs.settings import Program
 from dlscale.launch.launcher import ContainerMounts
@@ -333,6 +333,9 @@ def test_steps_of_a_log_that_counts_epochs() -> None:
     assert steps_at(points, ends, begin=12) == [10, 20, 30, 40]
     assert steps_at(points, ends, begin=0.5) == [0, 0, 11, 21], "the steps of a single attempt must be counted"
     assert steps_at(points, [], begin=12) == [1, 2, 3, 4]
+    numbered = [(float(place), step, 1.0) for place, step in ((9, 1), (18, 2), (27, 3))]
+    dated = [1.7e9 + number for number in range(120)]
+    assert steps_at(numbered, dated, begin=1.7e9) == [40, 80, 120], "a log without times may count epochs"
 
 
 def test_a_metric_comes_from_the_validation_at_the_same_step() -> None:
@@ -365,6 +368,60 @@ def test_samples_of_a_program_are_known_or_missing(
     assert epochs[0].step == 4
 
 
+FOUND: Any = SimpleNamespace(full=SimpleNamespace(mean=8.0), outside=SimpleNamespace(samples=True), batch_size=8)
+
+
+def test_a_metric_that_is_printed_at_some_validations_belongs_to_them() -> None:
+    """A metric may also be printed before the loss, more often than the loss, or minutes after the loss."""
+    losses: list[Any] = [(100.0 * epoch, epoch, 1 / epoch) for epoch in range(1, 7)]
+    ends = [float(time) for time in range(1, 601)]
+
+    def metrics(times: list[float]) -> list[float | None]:
+        curves = {"loss/valid": losses, "valid/mAP": [(time, n, time) for n, time in enumerate(times, 1)]}
+        return [epoch.metrics.get("mAP") for epoch in epochs_of(curves, ends, FOUND, begin=0.0, rows=True)]
+
+    assert metrics([201.0, 401.0, 601.0]) == [None, 201, None, 401, None, 601]
+    assert metrics([199.0, 601.0]) == [None, 199, None, None, None, 601]
+    assert metrics([101.0, 140.0, 201.0, 301.0, 401.0, 470.0, 501.0, 601.0]) == [101, 201, 301, 401, 501, 601]
+    assert metrics([180.0, 280.0, 380.0, 480.0, 580.0, 680.0]) == [180, 280, 380, 480, 580, 680]
+
+
+@pytest.mark.parametrize("every", [4, 20])
+@pytest.mark.parametrize("rows", [False, True])
+def test_training_losses_belong_to_their_epoch(rows: bool, every: int) -> None:
+    """The mean of an epoch of 20 steps may be logged after the validation, as Lightning does."""
+    valid: list[Any] = [(100.0 * epoch, epoch if rows else 20 * epoch, 0.5) for epoch in (1, 2, 3)]
+    late = every == 20 or not rows
+    train: list[Any] = [
+        (5.0 * step + 2 * (late and step % 20 == 0), row if rows else step, (step - 1) // 20 + 1.0)
+        for row, step in enumerate(range(every, 61, every), 1)
+    ]
+    epochs = epochs_of({"loss/valid": valid, "loss/train": train}, [], FOUND, begin=0.0, rows=rows)
+    assert [epoch.train_loss for epoch in epochs] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("last", [0, 1])
+def test_epochs_that_count_from_0_are_all_kept(last: int) -> None:
+    """If the training has a value at 0 as well, epoch 0 is an epoch; otherwise it is the untrained model."""
+    valid: list[Any] = [(100.0 * epoch, epoch, 10.0 * epoch) for epoch in range(5)]
+    trained: list[Any] = [(100.0 * epoch, epoch, 1.0) for epoch in range(1 - last, 5)]
+    epochs = epochs_of({"loss/valid": valid, "loss/train": trained}, [], FOUND, begin=0.0)
+    assert [epoch.step for epoch in epochs] == [1, 2, 3, 4, 5][: 4 + last]
+    assert epochs[0].valid_loss == (0 if last else 10) and (epochs[0].untrained is None) == bool(last)
+
+
+def test_validations_that_each_process_prints_count_once(caplog: pytest.LogCaptureFixture) -> None:
+    every = {"loss/valid": [(10.0, 1.0), (10.1, 3.0), (20.0, 0.5), (20.2, 0.7)], "loss/train": [(9.0, 1.0)] * 4}
+    assert of_ranks(every, 2, 0.0) == {
+        "loss/valid": [(10.1, 2.0), (20.2, pytest.approx(0.6))],
+        "loss/train": [(9.0, 1.0)] * 4,
+    }
+    assert "loss/valid: each of 2 processes printed its value; their means count" in caplog.text
+    caplog.clear()
+    for processes, points in ((1, every["loss/valid"]), (2, [(10.0, 1.0), (20.0, 0.5)]), (2, [(1.0, 1.0)] * 3)):
+        assert of_ranks({"loss/valid": points}, processes, 0.0) == {"loss/valid": points} and not caplog.text
+
+
 @pytest.mark.parametrize("written", ['"NaN"', "null", "NaN", '"Infinity"', '"-inf"', "1e999"])
 def test_a_diverged_loss_counts_however_it_is_written(
     written: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -379,6 +436,31 @@ def test_a_diverged_loss_counts_however_it_is_written(
     found: Any = SimpleNamespace(full=SimpleNamespace(mean=8.0), outside=SimpleNamespace(samples=True), batch_size=8)
     warn_of_divergence(epochs_of({"loss/valid": points}, [], found, begin=1.7e9))
     assert len(caplog.messages) == 1 and "epoch 3" in caplog.text and "2 of 4 epochs" in caplog.text
+
+
+@pytest.mark.parametrize("lines", ["steps and validations", "steps only", "a resumed training"])
+def test_steps_that_begin_again_in_each_epoch_count_on(
+    lines: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log, now = tmp_path / "log.jsonl", 1.7e9
+    with log.open("w") as file:
+        for epoch in range(3):
+            for step in range(10 + 20 * epoch * (lines == "a resumed training"), 41, 10):
+                now += 1
+                entry = {"epoch": epoch, "step": step, "time": now, "loss": epoch + step / 100}
+                file.write(json.dumps(entry) + "\n")
+            if lines == "steps and validations":
+                file.write(json.dumps({"epoch": epoch, "step": 40, "time": now + 0.5, "val": 10.0 * epoch}) + "\n")
+    start = logs.Start(1.7e9)
+    curves = logs.values(log, {"val": "loss/valid", "loss": "loss/train"}, start, (), now + 1)
+    counted = logs.counted_on(log, curves, start, now + 1)
+    if lines == "a resumed training":
+        assert counted == curves and not caplog.text
+        return
+    assert [step for _, step, _ in counted["loss/train"]] == list(range(10, 121, 10))
+    if lines == "steps and validations":
+        assert [(step, value) for _, step, value in counted["loss/valid"]] == [(40, 0.0), (80, 10.0), (120, 20.0)]
+    assert "the steps begin again 2 times, as in each epoch" in caplog.text
 
 
 def test_skipped_values_of_a_log_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -35,6 +35,46 @@ SECRETS: dict[str, Any] = {
     "shell": ["sh", "-c", f"HF_TOKEN={S} python train.py --password '{S}' --lr 1"],
     "JSON": ["--logger", f'{{"api_key": "{S} {S}", "entity": "me"}}'],
     "JSON in a shell": ["sh", "-c", f'train --logger "{{\\"api_key\\": \\"{S}\\"}}"'],
+    "JSON with a list": [f'{{"password": ["{S}", "{S}2"], "entity": "me"}}'],
+    "JSON with lists": [f'{{"secrets": {{"hf": ["{S}"], "wandb": "{S}2"}} }}'],
+    "YAML": [f"api_key: {S}", f"lr: 1\ntoken:\n  {S}"],
+    "os.environ": ["python", "-c", f"import os; os.environ['HF_TOKEN'] = '{S}'; import train"],
+    "os.environ.setdefault": ["python", "-c", f"os.environ.setdefault('HF_TOKEN', '{S}')"],
+    "os.environ.get": ["python", "-c", f"token = os.environ.get('HF_TOKEN', '{S}')"],
+    "os.environ or": ["python", "-c", f"x = os.getenv('HF_TOKEN') or '{S}'"],
+    "bytes": ["python", "-c", f"d = {{'HF_TOKEN': b'{S}'}}"],
+    "bytes argument": ["python", "-c", f"setdefault(b'HF_TOKEN', b'{S}')"],
+    "raw string": ["python", "-c", f"d = {{'HF_TOKEN':r'{S}'}}"],
+    "long string": ["python", "-c", f'x = 1; token = """{S}\n"{S}" """'],
+    "long string with a prefix": ["python", "-c", f"login(token = f'''{S}''')"],
+    "escaped quote": ["python", "-c", f'x = 1; token = "a\\" {S}"'],
+    "strings": ["python", "-c", f"login(token='a' + '{S}')"],
+    "argument of a call": ["python", "-c", f"login(token=str('a', '{S}'))"],
+    "annotation": ["python", "-c", f"import a; token: str = '{S}'", f"x; token: str | None = '{S}'"],
+    "key": ["python", "-c", f"import a; token['hf'] = '{S}'; f().password = '{S}'"],
+    "comparison": ["python", "-c", f"assert token == '{S}'; assert 'b' != password != '{S}'"],
+    "list": ["python", "-c", f"main(['--token', '{S}'])"],
+    "word of two strings": ["sh", "-c", f"export HF_TOKEN=a'{S}' && HF_TOKEN=\\{S} python"],
+    "escaped space": ["sh", "-c", f"export HF_TOKEN=a\\ {S}; python"],
+    "dollar string": ["sh", "-c", f"export HF_TOKEN=$'{S}'"],
+    "appended": ["sh", "-c", f"export HF_TOKEN+={S}"],
+    "default of a variable": ["sh", "-c", f"python --n ${{HF_TOKEN:-{S}}}"],
+    "here string": ["sh", "-c", f"read -r HF_TOKEN <<< {S}; setenv HF_TOKEN {S}; python"],
+    "continued line": ["sh", "-c", f"python train.py --token \\\n  {S}"],
+    "option in a shell": ["sh", "-c", f"python train.py --password -{S} --lr 1"],
+    "variable in quotes": ["sh", "-c", f"docker run -e 'PASSWORD=a {S}' image"],
+    "value after a dash": ["--password", f"-{S}", "--api-key", f"-x{S}"],
+    "system property": ["java", f"-Dtoken={S}", f"-Dspark.keyStorePassword={S}", "-storepass", S],
+    "suffix of a name": ["--secret-key-base", S, f"TOKEN_VALUE={S}", f"TOKEN[0]={S}", f"--dbpassword={S}"],
+    "letters": [f"\uff28\uff26_TOKEN={S}"],
+    "login with =": [f"--user=me:{S}", f"--proxy-user=me:{S}"],
+    "login without a space": [f"-ume:{S}"],
+    "login in a shell": ["sh", "-c", f"curl -u me:{S} h.org; curl --user 'me:{S}' h.org"],
+    "cookies": ["-H", f"Cookie: a={S}; b={S}2"],
+    "cookies of a word": [f"--header=Cookie: a={S}; b={S}2"],
+    "cookies in a shell": ["sh", "-c", f"curl -H 'Cookie: a={S}; b={S}2' -H \"X-Api-Key: a {S}\" h.org"],
+    "digest": ["sh", "-c", f'curl -H \'Authorization: Digest username="me", response="{S}"\' h.org'],
+    "private key": [f"-----BEGIN RSA PRIVATE KEY-----\n{S.replace('-', '')}\n", "--token", S],
     "WANDB_API_KEY": {"WANDB_API_KEY": S},
     "HF_TOKEN": {"HF_TOKEN": S},
     "AWS": {"AWS_SECRET_ACCESS_KEY": S, "AWS_ACCESS_KEY_ID": S, "AWS_SESSION_TOKEN": S},
@@ -71,6 +111,15 @@ OPEN: tuple[Any, ...] = (
     {"MAX_TOKENS": "4096", "PRIMARY_KEY": "name", "KEY_DIM": "x", "AUTHOR": "me"},
     {"values": {"token": 4096, "key_dim": "wide", "monkey": "see"}},
     ["--sig", "gauss", "--signature", "serving_default"],
+    ["--user", "alice", "--user=alice", "-ualice", "-u", "1000:1000", "rsync", "-u", "host:/x"],
+    ["--use-auth-token", "-l", "3", "--auth", "--lr=1", "--token", "-lr=3"],
+    ["sh", "-c", "python train.py --token --lr 3 --auth -n 3 && echo 'x'"],
+    ["sh", "-c", "for token in a b; do echo 'x'; done; echo token | cat 'x'"],
+    ["python", "-c", "import os; os.environ['HF_TOKEN']; print('x')"],
+    ["python", "-c", "login(token=os.environ['HF_TOKEN'])", "login(token=os.getenv('HF_TOKEN'))"],
+    ["python", "-c", "x.pad_token = x.eos_token; key = 'a'; print(tokens, 'x'); f(token=5, password=None)"],
+    ["python", "-c", "print(token)", "d = {'token': 5, 'max_token': 1e5, 'key': 'x', 'sort_key': 'y', 'monkey': 'z'}"],
+    ["--subtoken=mean", "--basekey=x", "--value", "x", "--string", "y"],
 )
 
 
@@ -90,8 +139,40 @@ def test_harmless_words_are_not_redacted(given: Any) -> None:
     assert not urls.has_secret(given)
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("a; os.environ['HF_TOKEN'] = 'S'; b", "a; os.environ['HF_TOKEN'] = '***secret.HF_TOKEN***'; b"),
+        ('{"token": "S", "n": "m"}', '{"token": "***secret.token***", "n": "m"}'),
+        ("f(token=b'S', n='m')", "f(token=b'***secret.token***', n='m')"),
+        ("t --token S --lr 1", "t --token ***secret.token*** --lr 1"),
+        ("export A_TOKEN=S; b=1 python", "export A_TOKEN=***secret.A_TOKEN***; b=1 python"),
+        ("bash -c 't --token S' && a 'b'", "bash -c 't --token ***secret.token***' && a 'b'"),
+        ("A_TOKEN=S t --lr {a} S", "A_TOKEN=***secret.A_TOKEN***{a}***secret.A_TOKEN.2***"),
+        ("t --token=S{a}/{b} 'c'", "t --token=***secret.token***{a}/{b} 'c'"),
+        ("Cookie: a=S; b=S", "Cookie: ***secret.Cookie***"),
+        ("-ume:S", "-u***secret.login***"),
+        ("a token. 'S'", "a token. '***secret.token***'"),
+        ("curl -u 'a=b:S' h", "curl -u '***secret.login***' h"),
+    ],
+)
+def test_the_text_around_a_secret_is_unchanged(given: str, expected: str) -> None:
+    assert redact.redact([given]) == [expected]
+
+
+@pytest.mark.parametrize("begin", ["", "x token: '", "x token=$("])
+def test_long_texts_are_redacted_in_linear_time(begin: str) -> None:
+    """With quadratic time, this test would take hours."""
+    parts = ["a", "a-", "a=", "token=", "token,", "'token ", "\\", "--token ", "sk-", "a://", "-u a:", "***secret."]
+    for part in parts:
+        text = begin + part * (100_000 // len(part))
+        assert redact.put_back(redact.redact(text, secrets := {}), secrets) == text
+
+
 def test_secrets_are_recognised_by_form() -> None:
-    forms = ("ghp_" + "a1" * 18, "hf_" + "aB3" * 11, "sk-proj-" + "aB3" * 9, "AKIA" + "A1" * 8, "glpat-" + "a1" * 10)
+    forms = ["ghp_" + "a1" * 18, "hf_" + "aB3" * 11, "sk-proj-" + "aB3" * 9, "AKIA" + "A1" * 8, "glpat-" + "a1" * 10]
+    forms += ["npm_" + "aB3" * 12, "r8_" + "aB3" * 12, "pypi-AgEI" + "aB3-" * 12, "dckr_pat_" + "aB3" * 9]
+    forms += ["dapi" + "0a" * 16, "ya29." + "aB3" * 9, "SG." + "aB3" * 7 + "." + "aB3" * 14]
     for form in forms:
         assert redact.redact(["login", form]) == ["login", "***secret.token***"]
     assert redact.redact(["task-" + "a1" * 12, "hf_model", "sk-learn-experiment-2024-run"])[0].startswith("task")

@@ -133,6 +133,7 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
                     made.attrs["channel_axis"] = axis
                 if name in SCALED:
                     made.attrs["offset"], made.attrs["scale"] = (np.float32(part) for part in SCALED[name])
+                    made.attrs["transforms"] = "[]"
         channels = tuple(f"{name}{c}" for c in range(1 if axis is None else values.shape[1]))
         dtype = "uint8" if values.dtype == np.uint8 else "float32"
         fields.append(Field(name, channels, ("1",) * len(channels), values.shape, axis, (), dtype))

@@ -44,5 +44,4 @@ def compute_settings(run: Mapping[str, Any]) -> dict[str, Any]:
 
 def compute_digest(run: Mapping[str, Any]) -> str:
     """Return a digest of `compute_settings`, 16 hexadecimal digits."""
-    words = json.dumps(compute_settings(run), sort_keys=True)
-    return hashlib.sha256(words.encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(compute_settings(run), sort_keys=True).encode()).hexdigest()[:16]

@@ -15,7 +15,9 @@ class UserError(Exception):
     """
 
     def __init__(self, message: str) -> None:
-        super().__init__(cut(message, 1_000))  # a damaged file may contain a name of megabytes
+        # PyTorch repeats an error of a loader's worker with the worker's traceback as its message. A damaged file may
+        # contain a name of megabytes.
+        super().__init__(cut(message.rpartition(f"{__name__}.UserError: ")[2].rstrip("\n"), 1_000))
 
 
 class Refused(ValueError):

@@ -251,7 +251,13 @@ def written_since(path: Path, moment: float) -> bool:
 
 
 def stamp(path: Path) -> tuple[int, int]:
-    """Return the size (bytes) and the modification time (ns) of a file."""
+    """Return the size (bytes) and the modification time (ns) of a file.
+
+    For a folder, such as a Zarr store, return the number of files and a digest of their names, sizes and times.
+    """
+    if path.is_dir():
+        files = sorted(Path(root, name) for root, _, names in os.walk(path) for name in names)
+        return len(files), int(hashlib.sha256(repr([(f, *stamp(f)) for f in files]).encode()).hexdigest()[:12], 16)
     status = path.stat()
     return status.st_size, status.st_mtime_ns
 

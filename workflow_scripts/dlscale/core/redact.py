@@ -18,9 +18,9 @@ from dlscale.core.urls import HIDDEN, IN_TEXT, LOGINS, MARKER, split
 #: Words that mark a secret at the end of a name, such as token in HF_TOKEN. Exceptions are `_NOT_ALONE`, and token or
 #: pass after a word in `_PLAIN`. Names that end with key are checked with `_KEYS`.
 _NAMES = {
-    *("password", "passwd", "passphrase", "passcode", "passwords", "pgpassword", "sshpass", "pass", "pwd"),
+    *("password", "passwd", "passphrase", "passcode", "passwords", "sshpass", "storepass", "keypass", "pass", "pwd"),
     *("secret", "secrets", "credential", "credentials", "signature", "sig", "authorization", "auth", "cookie"),
-    *("apikey", "apitoken", "authkey", "authtoken", "accesskey", "accesstoken", "secretkey", "sastoken"),
+    *("apikey", "authkey", "accesskey", "secretkey"),
     *("token", "bearer", "webhook", "pat", "jwt"),
 }
 #: Words of `_NAMES` that are harmless as complete names: a working folder (pwd), a pattern (pat), a model's signature.
@@ -36,38 +36,62 @@ _PLAIN_KEYS = {"primary", "foreign", "sort", "public", "cache", "partition", "gr
 _PLAIN = {
     *("pad", "eos", "bos", "unk", "mask", "cls", "sep", "class", "special", "image", "stop", "start", "end", "begin"),
     *("prefix", "suffix", "first", "last", "second", "next", "new", "per", "separator", "word", "decoder", "query"),
-    *("forward", "backward", "single", "multi", "one", "two", "n", "by", "distill", "distillation", "register"),
+    *("forward", "backward", "single", "multi", "one", "two", "n", "by", "distill", "distillation", "register", "sub"),
 }
 #: Keys of the section `program` that may hold secrets.
 _OF_PROGRAM = {"command", "resume", "values", "environment", "folder", "log", "repository", "image"}
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
-#: Values that are never secrets: numbers, switches, special tokens, shell variables.
+#: Values that are never secrets: numbers, switches, special tokens, variables of a shell or of Python's `os.environ`.
 _OPEN = re.compile(
-    r"[\d.,:_+-]*(e[+-]?\d+)?|true|false|yes|no|on|off|none|null|auto|default|<[^<>]*>|\[[a-z]+\]|\$\{?\w+\}?|\$\(.*\)",
+    r"([\d.,:_+-]*+(e[+-]?\d+)?|true|false|yes|no|on|off|none|null|auto|default|<[^<>]*>|\[[a-z]+\]|\$\{?\w+\}?"
+    r"|\$\([^()]*\)|[\s/@&=]*|os\.(environ|getenv)[\w.]*[(\[][\"'\w]+[)\]])[)\]},;]*+",
     re.IGNORECASE,
 )
-_PLACEHOLDER = re.compile(r"(?<!\{)\{([A-Za-z_][\w.-]*)\}")
-_NAME = r"(?P<name>(?<![\w.])[A-Za-z_][\w.-]*)"
+_PLACEHOLDER = re.compile(r"(?<!\{)(\{[A-Za-z_][\w.-]*\})")
 _SCHEME = r"(?:(?:bearer|basic|token|digest)\s+)?"
-#: Pattern of an argument that assigns a value to a name.
-_ASSIGNED = re.compile(rf"[-+~]{{0,2}}{_NAME}=(?P<value>.+)", re.DOTALL)
-_OPTION = re.compile(rf"-{{1,2}}{_NAME}")
-_LOGIN = re.compile(r"[^\s:/]+:[^\s/]+")
-#: Patterns of assignments within a text: "NAME": "VALUE", NAME=VALUE, NAME: VALUE, --NAME VALUE, bearer VALUE.
-_ASSIGNMENTS = tuple(
-    re.compile(pattern, re.IGNORECASE)
-    for pattern in (
-        rf"{_NAME}\\?[\"']?\s*[=:]\s*\\?(?P<quote>[\"']){_SCHEME}(?P<value>.+?)(?=\\?(?P=quote))",
-        rf"{_NAME}\\?[\"']?\s*[=:]\s*{_SCHEME}(?P<value>[^\s\"'&;]+)",
-        rf"(?<!\S)--?{_NAME}\s+[\"']?(?P<value>[^\s\"'&;|-][^\s\"'&;|]*)",
-        r"\b(?P<name>bearer)\s+(?P<value>[^\s\"']+)",
-    )
+#: Words after an option of a secret that are options themselves, not the secret; `-s3cret` is a secret.
+_IS_OPTION = r"(?:--[A-Za-z]|(?-i:-[A-Za-z][a-z_-]*)(?:[=\s\"']|\Z))"
+_LOGIN = re.compile(
+    r"(?<![^\s\"'])(-u\s*[\"']?|--(?:proxy-)?user[=\s]\s*[\"']?)([^\s:/]+:[^\s/\"'][^\s\"']*)", re.IGNORECASE
+)
+#: Marker, or name within a text after its opening quote or its dashes. `whole` matches only at the start of a text.
+_NAMED = re.compile(
+    rf"{MARKER.pattern}|(?P<whole>\A[+~]{{0,2}})?(?P<quote>\\{{0,9}}[\"'])?"
+    r"(?P<option>(?<![^\s\"'])-{1,2}|\bsetenv\s+|(?=\bbearer\s))?(?P<name>(?<!\w)\w[\w.-]*+)",
+    re.IGNORECASE,
+)
+_STRING = "|".join(rf"\\*{quote}(?:[^{quote}\\]|\\+[^{quote}\\])*+(?:\\*{quote}|\\*\Z)" for quote in "\"'")
+_BRACKETS = rf"[(\[{{](?:{_STRING}|\\+(?:[^\"'\\]|\Z)INNER|[^\"'\\)\]}}])*+(?:[)\]}}]|\Z)"
+#: Value without spaces, except in strings, brackets and expressions: `f(a, b)`, `"a" + "b"`. A quote before a
+#: space closes an earlier quote.
+_VALUE = (
+    rf"(?:{_STRING})?+(?:(?!\\*[\"'](?:[\s)\]}},;:&|]|\Z))(?:{_STRING})|\\+(?:[^\"'\\]|\Z)"
+    rf"|{_BRACKETS.replace('INNER', '|' + _BRACKETS.replace('INNER', ''))}|[^\s\"'\\(\[{{&;]"
+    rf"|(?:\s+(?:\|\s+None\s+)?(?:[+=%]|or)\s+)(?:{_STRING})?+)*+"
+)
+#: A secret's name with its value: the rest of the text or string after `NAME=` or `NAME:`; the next string, if only
+#: punctuation is between; the next value after `=`, `:` (in a header `a=b; c=d`) or `<<<`; the word after an option.
+_SECRET = re.compile(
+    rf"""(?:{_NAMED.pattern})(?:
+    (?(whole)(?:=|:\s*){_SCHEME}(?P<rest>.+)|(?!))
+    |(?(quote)\s*[=:]\s*{_SCHEME}(?P<quoted>(?:(?!(?P=quote))(?:\\+[^\\]|[^\\]))++)|(?!))
+    |(?:\\*["'])?+(?:\[[^\[\]]{{0,99}}\](?=\s*=))?+(?:
+        (?:(?![=:]\s*[\[({{]|{MARKER.pattern})[^\w;&|"'\\]|\\\s|or(?=\s))*+(?<![)\]}}])(?:[bfru]{{1,2}}(?=["']))?(?:
+            (?P<mark>\\*(?:\"""|\'\'\'|["'])){_SCHEME}(?P<string>(?:(?!(?P=mark))(?:\\+[^\\]|[^\\]))*+)
+            (?:(?P=mark)|\\*\Z)(?![^\s)\]}},;:&|]|\s+(?:[+=%]|or)\s)
+            |(?=\\*["']|{MARKER.pattern})(?P<strings>{_VALUE}))
+        |[)\]}}\s]*+(?:(?P<header>:\s*(?={_SCHEME}[\w.-]+=))|[+?!]?[=:]+>?|<<<)(?:\s|\\\s)*+{_SCHEME}
+            (?P<words>{_VALUE}(?(header)(?:;?\s+[\w.-]+={_VALUE})*+))
+        |(?(option)(?:\s|\\\s)++(?!{_IS_OPTION}|[&;|]){_SCHEME}(?P<word>{_VALUE})|(?!))))""",
+    re.IGNORECASE | re.VERBOSE | re.DOTALL,
 )
 #: Pattern of secrets that have a known form, such as GitHub's access tokens.
 _FORMS = re.compile(
-    r"\b(?:gh[pousr]_\w{20,}|github_pat_\w{20,}|hf_[A-Za-z0-9]{20,}|sk-(?=[\w-]*\d)(?=[\w-]*[A-Z])[\w-]{20,}"
-    r"|glpat-[\w-]{16,}|A[KS]IA[0-9A-Z]{16}|xox[abeprs]-[\w-]{10,}|AIza[\w-]{30,}|eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]+"
-    r"|(?<=hooks\.slack\.com/services/)[\w/]+)"
+    r"\b(?:gh[pousr]_\w{20,}|github_pat_\w{20,}|hf_[A-Za-z0-9]{20,}|sk-(?=[\w-]{0,99}\d)(?=[\w-]{0,99}[A-Z])[\w-]{20,}"
+    r"|glpat-[\w-]{16,}|A[KS]IA[0-9A-Z]{16}|xox[abeprs]-[\w-]{10,}|AIza[\w-]{30,}|(?<!-)eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]+"
+    r"|(?:npm|r8)_[A-Za-z0-9]{30,}|dckr_pat_[\w-]{20,}|pypi-AgE[\w-]{40,}|dapi[0-9a-f]{32}|ya29\.[\w-]{20,}"
+    r"|SG\.[\w-]{16,}\.[\w-]{16,}|(?<=hooks\.slack\.com/services/)[\w/]+|(?<=discord\.com/api/webhooks/)[\w/-]+)"
+    r"|-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----[^-]+"
 )
 
 
@@ -76,15 +100,16 @@ def is_secret_name(name: str) -> bool:
 
     For example, true for API_KEY, hf-token and password; false for key_dim and tokens.
     """
-    words = [word.lower() for word in _WORD.findall(re.sub(r"[\d_.-]+$", "", name))]
+    name = re.sub(r"(?i)(password|passwd|passphrase|secret|token|credentials?)$", r"_\1", name.rstrip("0123456789_.-"))
+    words = [word.lower() for word in _WORD.findall(name) if word.lower() not in ("base", "value", "string")]
     last, before = (words[-1] if words else ""), (words[-2] if len(words) > 1 else "")
-    if words[-3:] == ["access", "key", "id"]:
-        return True
     if last in ("key", "keys"):
         return before in _KEYS or (name.isupper() and bool(before) and before not in _PLAIN_KEYS)
     if last in _NOT_ALONE:
         return bool(before)
-    return last in _NAMES and not (last in ("token", "pass") and before in _PLAIN)
+    return words[-3:] == ["access", "key", "id"] or (
+        last in _NAMES and not (last in ("token", "pass") and before in _PLAIN)
+    )
 
 
 def redact(settings: Any, secrets: dict[str, str] | None = None) -> Any:
@@ -173,16 +198,13 @@ class _Redaction:
     def _words(self, words: Any) -> list[Any]:
         found = list[Any]()
         for before, word in zip([None, *words], words, strict=False):
+            option = re.fullmatch(r"-{1,2}(\w[\w.-]*)", before) if isinstance(before, str) else None
             if not isinstance(word, str):
                 found.append(self.settings(word))
-                continue
-            option = _OPTION.fullmatch(before) if isinstance(before, str) else None
-            if option and not re.match("-{1,2}[A-Za-z]", word) and is_secret_name(option["name"]):
-                found.append(self._put(option["name"], word))
-            elif before in ("-u", "--user", "--proxy-user") and _LOGIN.fullmatch(word):
+            elif option and not re.match(_IS_OPTION, word) and is_secret_name(option[1]):
+                found.append(self._put(option[1], word))
+            elif _LOGIN.fullmatch(f"{before} {word}"):
                 found.append(self._put("login", word))
-            elif (given := _ASSIGNED.fullmatch(word)) and is_secret_name(given["name"]):
-                found.append(word[: given.start("value")] + self._put(given["name"], given["value"]))
             else:
                 found.append(self._text(word))
         return found
@@ -190,18 +212,18 @@ class _Redaction:
     def _text(self, text: str) -> str:
         if (marker := self._markers.get(text)) and len(text) > 3:
             return marker
-        for pattern in _ASSIGNMENTS:
-            text = self._assignments(pattern, text)
-        text = IN_TEXT.sub(lambda match: self._address(match[0]), text)
+        text = IN_TEXT.sub(lambda match: self._address(match[0]), self._assignments(text))
+        text = _LOGIN.sub(lambda match: match[1] + self._put("login", match[2]), text)
         return _FORMS.sub(lambda match: self._put("token", match[0]), text)
 
-    def _assignments(self, pattern: re.Pattern[str], text: str) -> str:
-        found, place = "", 0
-        while match := pattern.search(text, place):
-            begin, end = match.span("value") if is_secret_name(match["name"]) else (match.end("name"),) * 2
-            found += text[place:begin] + (self._put(match["name"], text[begin:end]) if end > begin else "")
+    def _assignments(self, text: str) -> str:
+        found, place = list[str](), 0
+        while named := _NAMED.search(text, place):
+            match = _SECRET.match(text, named.start()) if is_secret_name(named["name"] or "") else None
+            begin, end = match.span(match.lastgroup or 0) if match else (named.end(), named.end())
+            found += text[place:begin], self._put(named["name"], text[begin:end])
             place = end
-        return found + text[place:]
+        return "".join(found) + text[place:]
 
     def _address(self, url: str) -> str:
         parts = split(url)
@@ -222,11 +244,13 @@ class _Redaction:
         return value if _OPEN.fullmatch(value) else self._replaced(name, value)
 
     def _replaced(self, name: str, secret: str) -> str:
-        placeholders = set(_PLACEHOLDER.findall(secret))
-        self.names |= placeholders
-        if not secret or placeholders or HIDDEN.fullmatch(secret) or MARKER.search(secret) or "\0" in secret:
+        parts = _PLACEHOLDER.split(secret)
+        self.names |= {part[1:-1] for part in parts[1::2]}
+        if not secret or HIDDEN.fullmatch(secret) or MARKER.search(secret) or "\0" in secret:
             return secret
-        known = re.sub(r"[^\w-]", "_", name.rpartition(".")[2])
+        if len(parts) > 1:
+            return "".join(part if _PLACEHOLDER.fullmatch(part) else self._put(name, part) for part in parts)
+        known = re.sub(r"[^\w-]", "_", name.rstrip(".").rpartition(".")[2])
         marker, count = f"***secret.{known}***", 1
         while self.secrets.setdefault(marker, secret) != secret:
             count += 1

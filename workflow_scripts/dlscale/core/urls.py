@@ -26,10 +26,10 @@ LOGINS = re.compile(
     re.IGNORECASE,
 )
 #: Marker that replaces a secret of a program: `***secret.NAME***`.
-MARKER = re.compile(r"\*\*\*secret\.[\w-]+(\.\d+)?\*\*\*")
+MARKER = re.compile(r"\*\*\*secret\.[\w-]+(?:\.\d+)?\*\*\*")
 #: Text that replaces a query value or a program's secret.
 HIDDEN = re.compile(rf"\*\*\*|~[0-9a-f]{{8}}|{MARKER.pattern}")
-IN_TEXT = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")
+IN_TEXT = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{0,30}://[^\s'\"<>]+")
 
 
 def hidden(url: str) -> str:

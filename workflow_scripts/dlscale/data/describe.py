@@ -85,7 +85,7 @@ def new_manifest(
     """Return a new manifest, to which the kind of the dataset may add."""
     provenance: dict[str, Any] = {"settings": dataset.model_dump(mode="json")}
     raws = {raw.origin: Path(raw.origin) for raw in parts.raws(dataset).values() if "://" not in raw.origin}
-    provenance["raws"] = {origin: stamp(path) for origin, path in raws.items() if path.is_file()}
+    provenance["raws"] = {origin: stamp(path) for origin, path in raws.items() if path.exists()}
     return Manifest(
         kind=dataset.kind,
         rows=parts.kind_of(dataset).rows,

@@ -33,6 +33,16 @@ FILTERS = {
     **{32013: "zfp", 32015: "zstd", 32017: "sz", 32018: "fcidecomp", 32022: "bitgroom", 32023: "granular bitround"},
     **{32024: "sz3", 32026: "blosc2", 32028: "sperr"},
 }
+#: Names of attributes that pack values, as small letters, with their values for plain values.
+PLAIN = {
+    **dict.fromkeys(("scale", "scalefactor", "scalingfactor", "slope", "gain"), 1),
+    **dict.fromkeys(("offset", "addoffset", "intercept", "bias"), 0),
+}
+#: Names of attributes that mark missing values, as small letters.
+MARKS = {
+    *("fill", "fillvalue", "missing", "missingvalue", "missingdata", "nodata", "nodatavalue"),
+    *("validmin", "validmax", "validrange"),
+}
 #: Number of values for which statistics are computed at once, so that they fit into the processor's cache.
 BLOCK = 2**16
 
@@ -171,23 +181,21 @@ def check_values(values: h5py.Dataset) -> None:
     Raises
     ------
     UserError
-        A filter is missing, values are packed (`scale_factor`, `add_offset`) or marked as missing (a number in
-        `_FillValue` or `missing_value`, a valid range) in any spelling, or a part is unwritten.
+        A filter is missing, a part is unwritten, or a number in an attribute, in any spelling, packs values or marks
+        missing values.
     """
     check_filters(values)
     where = f"{values.file.filename}: '{values.name.strip('/')}'"
-    sign = str(values.attrs.get("_Unsigned", "")).lower().strip("b'")
-    if values.dtype.kind + sign in ("itrue", "ufalse"):
+    if values.dtype.kind + (sign := str(values.attrs.get("_Unsigned", "")).lower().strip("b'")) in ("itrue", "ufalse"):
         raise UserError(
             f"{where} has the attribute _Unsigned ({sign}), which dlscale does not apply; store the values with their "
             "true type, e.g. uint8 instead of int8"
         )
-    plain = {"scalefactor": 1, "addoffset": 0}
+    plain = {} if "transforms" in values.attrs else PLAIN  # `Reader` applies `scale` and `offset` of dlscale's files
     for name in values.attrs:
         given = [
             str(each)
-            for key in {re.sub("[^a-z]", "", name.lower())}  # also SCALE FACTOR, FillValue
-            & {*plain, "fillvalue", "missingvalue", "validmin", "validmax", "validrange"}
+            for key in {re.sub("[^a-z]", "", name.lower())} & {*plain, *MARKS}  # also SCALE FACTOR, FillValue
             for each in np.ravel(values.attrs[name])
             if (isinstance(each, np.number) and np.isfinite(each) and each != plain.get(key))
             or (isinstance(each, str | bytes) and (key in plain or re.search(r"\d", str(each))))
@@ -228,8 +236,10 @@ def dataset(file: h5py.File, name: str, channels: int | None = None, ndim: int |
     good = values.dtype.kind == "f" if ndim else values.dtype.kind in "fiu"
     if not good or ndim not in (None, values.ndim) or (channels and values.shape[:1] != (channels,)):
         expected = f"{ndim} axes of floating-point numbers" if ndim else "numbers"
-        expected += f", {channels} channels first" if channels else ""
-        raise UserError(f"{file.filename}: {name}: expected {expected}, got shape {values.shape} of {values.dtype}")
+        raise UserError(
+            f"{file.filename}: {name}: expected {expected}{f', {channels} channels first' * bool(channels)}, got shape "
+            f"{values.shape} of {values.dtype}"
+        )
     return values
 
 
@@ -321,7 +331,7 @@ class Reader:
         """`offset` and `scale` [C], float32, if the stored values are (x - offset) / scale."""
         attrs = self.dataset.attrs
         with reading(self.path):
-            return (attrs["offset"], attrs["scale"]) if "scale" in attrs else None
+            return (attrs["offset"], attrs["scale"]) if {"scale", "transforms"} <= attrs.keys() else None
 
     @functools.cached_property
     def chunks(self) -> dict[tuple[int, ...], np.ndarray]:

@@ -117,8 +117,8 @@ class Outside(Record):
     training: float = Field(ge=0, le=1)  #: Fraction of the time between first and last step that is spent in steps.
     #: Fraction of FULL's time between an epoch's last step and the request for the next epoch's first batch.
     between_epochs: float = Field(0.0, ge=0, le=1)
-    #: Seconds outside the steps: for batches of other loaders, as in a validation (`other`); longest time without a
-    #: batch or a step (`longest`).
+    #: Seconds outside the steps: for batches of other loaders, or in evaluation mode, as in a validation (`other`);
+    #: longest time without a batch or a step (`longest`).
     pauses: dict[str, float] = {}
     gradient_bytes: int | None = None  #: Bytes of the gradients of one process.
     stalled: float | None = None  #: Fraction of the program's time in which processes on the machine waited for memory.

@@ -223,8 +223,7 @@ class SpeedUps:
 
     def _group(self, runs: list[RunResult]) -> Group:
         over = [] if self.first in runs else [gain for run in runs if (gain := self.over(run, self.first))]
-        speed = statistics.fmean(run.speed or 0.0 for run in runs)
-        return Group(runs, speed, SpeedUp.mean(over) if over else None)
+        return Group(runs, statistics.fmean(run.speed or 0.0 for run in runs), SpeedUp.mean(over) if over else None)
 
     def fastest(self, groups: Sequence[Group]) -> tuple[Group, list[Group]]:
         """Return the fastest group, and the groups that are equally fast within noise.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ class Datasets:
 
     context: Context
     commands: Commands
+    #: `stamp`, computed once for each path.
+    _stamp_of: Callable[[Path], tuple[int, int]] = field(default_factory=lambda: functools.cache(stamp))
     _broken: dict[str, str] = field(default_factory=dict)  #: Error messages on broken datasets, by name.
 
     def raw_path(self, name: str, raw: Any) -> str:
@@ -71,8 +74,7 @@ class Datasets:
 
     def part_pieces(self, wildcards: Wildcards) -> list[str]:
         part, paths = f"{wildcards.split}/{wildcards.part}", self.context.paths
-        pieces = range(self.context.dataset(wildcards).pieces)
-        return [paths.piece(part, piece, wildcards.dataset) for piece in pieces]
+        return [paths.piece(part, k, wildcards.dataset) for k in range(self.context.dataset(wildcards).pieces)]
 
     def files_of(self, name: str) -> list[str]:
         return self.existing(self._files_of(name))
@@ -125,14 +127,14 @@ class Datasets:
         return self._broken[name]
 
     def _stamp(self, name: str, raw: Any) -> list[int] | None:
-        """Return size and modification time of a user's file; if it is missing, the values recorded in the manifest.
+        """Return the stamp of a user's file or folder; if it is missing, the stamp in the manifest.
 
-        Return None without such values, and for an origin that is not a file of the user.
+        Return None without such a stamp, and for an origin that is not a file of the user.
         """
         if raw.origin == "simulated" or "://" in raw.origin or self.makes(raw.origin):
             return None
-        if os.access(path := Path(raw.origin), os.F_OK) and path.is_file():
-            return list(stamp(path))
+        if os.access(path := Path(raw.origin), os.F_OK):
+            return list(self._stamp_of(path))
         manifest = Path(self.context.paths.manifest(name))
         known = read_json(manifest) if manifest.is_file() else {}
         # The manifest may be damaged.

@@ -66,8 +66,7 @@ def decisive_settings(stage: str, run: Mapping[str, Any]) -> Mapping[str, Any]:
     if "training" in STAGES[stage].settings:
         return {**run, "geometry": {key: value for key, value in run["geometry"].items() if key != "memory_mb"}}
     # `compute_settings` has these sections without the numbers of samples and without the self-test.
-    whole = ("samples", "parallel", *STAGES[stage].settings)
-    return {**compute_settings(run), **{key: run[key] for key in whole}}
+    return compute_settings(run) | {key: run[key] for key in ("samples", "parallel", *STAGES[stage].settings)}
 
 
 @dataclass

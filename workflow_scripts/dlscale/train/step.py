@@ -74,8 +74,8 @@ class Network(nn.Module):
         return tree_map(torch.Tensor.float, prediction)
 
     def _converted(self, x: torch.Tensor) -> torch.Tensor:
-        numbers = x.is_floating_point() or x.dtype == torch.uint8  # other integers are indices and keep their type
-        return self._arranged(x, self._input_dtype if numbers else None)
+        # Integers other than uint8 are indices, and keep their type.
+        return self._arranged(x, self._input_dtype if x.is_floating_point() or x.dtype == torch.uint8 else None)
 
     def _arranged(self, values: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         layout = self._layout if values.dim() == self._layout_axes else torch.preserve_format

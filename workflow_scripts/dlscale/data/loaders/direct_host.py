@@ -1,12 +1,13 @@
 """Decoding on a CPU: write boxes of mapped files straight into reused batches.
 
-Numba compiles the loop over cells, because numpy and PyTorch would pass over the data several times, and memory traffic
-is the main cost. If channels are adjacent in memory, one word of 64 bits fetches four float16 values of a cell. Rows of
-words are gathered in the order of the result, then split by channel.
+Numba compiles the loop over cells, because numpy and PyTorch would pass over the data several times. If channels are
+adjacent in memory, one word of 64 bits fetches four float16 values of a cell. Rows of words are gathered in the order
+of the result, then split by channel.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator
@@ -65,10 +66,18 @@ def _widened(typing, bits):  # type: ignore[no-untyped-def]
     return types.float32(types.uint16), generate
 
 
-def _compiled(half, wide):  # type: ignore[no-untyped-def]
+def compiled(function):  # type: ignore[no-untyped-def]
+    """Compile a function with Numba; cache the result if a folder is writable."""
+    found = numba.njit(nogil=True)(function)
+    with contextlib.suppress(RuntimeError):  # neither the package's folder nor the user's is writable
+        found.enable_caching()
+    return found
+
+
+def _decoder(half, wide):  # type: ignore[no-untyped-def]
     # The closure's values are keys of Numba's cache on disk. They are booleans, because functions would give other keys
     # in each process.
-    @numba.njit(nogil=True, cache=True)
+    @compiled
     def decode(words, places, numbers, out):  # type: ignore[no-untyped-def]
         """Decode a box into `out`, float32 [C, n0, n1, n2]; the bounds of `words` are not checked.
 
@@ -118,9 +127,7 @@ def _compiled(half, wide):  # type: ignore[no-untyped-def]
     return decode
 
 
-decode_wide = _compiled(True, True)
-decode_half = _compiled(True, False)
-decode_single = _compiled(False, False)
+decode_wide, decode_half, decode_single = _decoder(True, True), _decoder(True, False), _decoder(False, False)
 
 
 class HostField:
@@ -146,18 +153,17 @@ class HostField:
         values = boxes.transpose(self._field.order).reshape(-1)
         if not self._wide:
             return values.view(np.uint16) if values.dtype == np.float16 else values
-        wide = np.frombuffer(values, np.uint64, 1)
-        return np.lib.stride_tricks.as_strided(wide, (len(values) - 3,), (2,), writeable=False)
+        return np.lib.stride_tricks.as_strided(
+            np.frombuffer(values, np.uint64, 1), (len(values) - 3,), (2,), writeable=False
+        )
 
     def _buffer(self) -> np.ndarray:
         """Return this thread's own padded buffer for a box, [C, a, b + PAD, c + PAD]."""
         if not hasattr(self._local, "buffer"):
             channels, a, b, c = self._field.shape
-            padded = channels, a, b + PAD, c + PAD
-            whole = np.zeros([padded[axis] for axis in self._field.order], self._field.dtype)
-            self._local.buffer = self._field.canonical(whole)
-        buffer: np.ndarray = self._local.buffer
-        return buffer
+            padded = np.array([channels, a, b + PAD, c + PAD])[list(self._field.order)]
+            self._local.buffer = self._field.canonical(np.zeros(padded, self._field.dtype))
+        return np.asarray(self._local.buffer)
 
     def writers(self, boxes: BoxIndex, starts: np.ndarray, out: np.ndarray) -> Iterator[Callable[[], None]]:
         """Yield a task for each of n boxes, which begin at `starts` [n, 3]; tasks write `out`, float32 [n, C, ...]."""
@@ -165,8 +171,7 @@ class HostField:
         mapped = [
             None if symmetry else self._mapped[file] for file, symmetry in zip(boxes.file, boxes.symmetry, strict=True)
         ]
-        strides = np.array([self._strides if each is None else self._field.strides(each) for each in mapped])
-        strides = strides.reshape(-1, 4)
+        strides = np.reshape([self._strides if m is None else self._field.strides(m) for m in mapped], (-1, 4))
         bases = np.array([each is not None for each in mapped], np.int64) * (starts * strides[:, 1:]).sum(axis=1)
         plan = self._field.plan(boxes.file, boxes.symmetry, bases, strides)
         for index, stored in enumerate(mapped):
@@ -183,7 +188,7 @@ class HostField:
     ) -> None:
         """Decode the box at `where` (file and start) into `out`.
 
-        `stored` has the mapped values of the file. If it is None, read the box into a buffer first.
+        Without `stored`, the mapped values of the file, read the box into a buffer first.
         """
         if stored is None:
             stored = self._buffer()
@@ -193,7 +198,7 @@ class HostField:
 
 
 class HostBoxes(WritingSamples):
-    """Samples whose boxes are decoded on the CPU straight into batches."""
+    """Samples decoded on the CPU straight into batches."""
 
     def __init__(self, samples: GridSamples) -> None:
         self.size, self.input_spec, self.target_spec = samples.size, samples.input_spec, samples.target_spec
@@ -201,5 +206,8 @@ class HostBoxes(WritingSamples):
 
     def writers(self, epoch: int, indices: range, x: np.ndarray, y: np.ndarray) -> list[Callable[[], None]]:
         boxes = self._samples.boxes(epoch).take(indices)
-        sides = zip(self._fields, (boxes.input, boxes.target), (x, y), strict=True)
-        return [task for field, starts, out in sides for task in field.writers(boxes, starts, out)]
+        return [
+            task
+            for field, starts, out in zip(self._fields, (boxes.input, boxes.target), (x, y), strict=True)
+            for task in field.writers(boxes, starts, out)
+        ]

@@ -93,13 +93,14 @@ class Images:
         The position of a crop is a fraction of the distance by which the crop can move in the resized image.
         """
         epoch, indices = next(self._batches)
+        inputs = list[Any]()
+        self._kept.append((epoch, indices, inputs))  # first, because `windows` may refuse an image
         windows = self._samples.windows(epoch, indices)
         room = np.maximum(windows.resized - self._samples.input_spec.shape[-1], 1)
         row, column = np.ascontiguousarray((windows.start / room).astype(np.float32).T)
         corner, extent, flip = (each.astype(np.int32) for each in (windows.corner, windows.extent, windows.flip))
         resized = windows.resized.astype(np.float32)
-        inputs = [windows.images, windows.labels, corner, extent, resized, column, row, flip]
-        self._kept.append((epoch, indices, inputs))
+        inputs += [windows.images, windows.labels, corner, extent, resized, column, row, flip]
         return inputs
 
     def explain(self, error: Exception) -> str | None:

@@ -12,7 +12,7 @@ from dlscale.config.places import run_folder
 from dlscale.config.run import Compile, Geometry, RunCore, load_run
 from dlscale.core.errors import UserError
 from dlscale.core.files import write_text
-from dlscale.core.metrics import LossInfo, Metric
+from dlscale.core.metrics import LossInfo, Metric, read_epochs
 from dlscale.core.record import Number, Record
 from dlscale.core.text import number, unit
 from dlscale.train.around import run_context
@@ -26,6 +26,11 @@ if TYPE_CHECKING:
 
 #: Files of weights in the run's folder, by the names that `--weights` accepts.
 KEPT = {"last": "model.pt", "best": "model_best.pt"}
+
+
+#: Maximum relative difference between the validation losses here and in the training, whose device and precision may
+#: differ.
+MAX_DIFFERENCE = 0.1
 
 
 class Evaluation(Record):
@@ -76,7 +81,7 @@ def evaluate(
     manifest
         Manifest of the dataset (default: data/DATASET/manifest.json in the run's results folder).
     """
-    run = load_run(path / "config.yaml", "train")
+    run, own = load_run(path / "config.yaml", "train"), manifest is None
     file = path / KEPT[weights] if weights in KEPT else Path(weights)
     if not file.is_file():
         raise UserError(f"{file}: no such weights. Train the run first; training.keep_best keeps the best weights")
@@ -95,6 +100,16 @@ def evaluate(
         logging.info("%s: %d samples of %s, on %s", file, loader.samples, split, world.device)
         naive = naive_means(metrics, loader, session.share(), world, split=split)
         loss, numbers = validate(run.study, session.step, metrics, loader, world, naive=naive)
+    if own and (weights, split) == ("last", "valid") and (trained := path / "metrics.jsonl").exists():
+        known = read_epochs(trained)[-1].valid_loss
+        if not abs(loss - known) <= MAX_DIFFERENCE * abs(known):
+            logging.warning(
+                "%s: the loss is %s, but the training computed %s: the weights are those of another run, or the data "
+                "have changed",
+                file,
+                number(loss, 6),
+                number(known, 6),
+            )
     return Evaluation(
         weights=str(file),
         split=split,

@@ -154,7 +154,8 @@ def besides(evidence: Evidence) -> Finding | None:
     why = [
         f"From the first counted step to the last, {percent(share)} of the time is spent outside the steps. The rate "
         "does not count this time.",
-        f"For {duration(other)}, a loader other than the training's was read, as in a validation." * (other >= PAUSE),
+        f"For {duration(other)}, a loader other than the training's was read, or a model was in evaluation mode, as in "
+        "a validation." * (other >= PAUSE),
         f"The longest time without a batch or a step is {duration(longest)}." * (longest >= PAUSE),
     ]
     todo = [

@@ -69,6 +69,7 @@ class KeptProgram:
                 stdout=out,
                 stderr=out,
                 start_new_session=session,
+                close_fds=False,  # the program may use files that the caller's shell opened, as for `<(…)`
                 preexec_fn=lambda: _keep(parent, write, session, scratch),
             )
             self.pid = int(os.read(read, 32))  #: Process id of the program.

@@ -109,7 +109,8 @@ class View(threading.Thread):
                 else:
                     self._tails[path.name] = seen.Tail(path)
         for way in seen.WAYS:
-            known = [each.process for name, each in self._tails.items() if name.startswith(f"{way}.")]
+            tails = [each for name, each in self._tails.items() if name.startswith(f"{way}.")]
+            known = [seen.without_validations(each.process) for each in tails]
             if known := [each for each in known if each.steps]:
                 newest = max(each.steps[-1] for each in known)
                 current = [each for each in known if newest - each.steps[-1] <= STALLED * self._every]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import json
 import logging
@@ -50,6 +51,9 @@ VALIDATION = re.compile(
     r"(?:(?<![A-Za-z])|(?<=[a-z])(?=[A-Z]))(?i:val|valid|validation|eval|evaluation|test|dev)(?![a-z])"
 )
 
+#: Word in tags of epochs. Keras, for example, logs `epoch_loss` with the epoch as the step.
+EPOCH = re.compile(r"(?:(?<![A-Za-z])|(?<=[a-z])(?=[A-Z]))(?i:epoch)(?![a-z])")
+
 #: Minimum fraction of the run's duration that a log's times must cover if they count from the start.
 MIN_GROWTH = 0.05
 
@@ -66,6 +70,9 @@ EXPECTED = (
 
 #: Logged step: time (seconds since 1970-01-01 UTC) and step number.
 Point = tuple[float, int]
+
+#: Time, step and value of each point, by dlscale's names.
+Curves = dict[str, list[tuple[float, int, float]]]
 
 #: Tag, logged time, step and value.
 Row = tuple[str, float | datetime, int, float]
@@ -111,12 +118,22 @@ def logged(path: Path, start: Start, end: float | None = None, own: Iterable[str
     of = defaultdict[str, list[Row]](list)
     for row in _rows(path, start, own=own):
         of[row[0]].append(row)
-    # Prefer tags without a word of validations, then folders without such a word, then the most points.
+    # Prefer tags of steps, then tags without a word of validations, then such folders, then the most points.
     tag = max(
         of,
-        key=lambda each: ([not VALIDATION.search(part) for part in reversed(each.split("\0"))], len(of[each])),
+        key=lambda each: (
+            not EPOCH.search(each.split("\0")[-1]),
+            [not VALIDATION.search(part) for part in reversed(each.split("\0"))],
+            len(of[each]),
+        ),
         default="",
     )
+    steps = sorted({row[2] for row in of[tag]})
+    if EPOCH.search(name := tag.split("\0")[-1]) and steps[-1] - steps[0] < len(steps):
+        raise UserError(
+            f"log of steps {path}: the tag {name} counts epochs, not steps. Log each step, or every few steps (Keras: "
+            "TensorBoard(update_freq=10))"
+        )
     dated = _dated(path, of[tag], start.begin, end)
     found = list[dict[int, float]]()
     for training in _trainings(dated):
@@ -129,7 +146,7 @@ def logged(path: Path, start: Start, end: float | None = None, own: Iterable[str
 
 def values(
     path: Path, tags: Mapping[str, str], start: Start, own: Iterable[str] = (), end: float | None = None
-) -> dict[str, list[tuple[float, int, float]]]:
+) -> Curves:
     """Return time, step and value of each logged point since the start, by dlscale's names.
 
     `tags` maps the log's tags, or FOLDER/TAG in a folder of event files, to dlscale's names. A folder may also have
@@ -146,12 +163,40 @@ def values(
             times.get(id(row), -math.inf) < times.get(id(before), math.inf) - SKEW_SECONDS
             for before, row in itertools.pairwise([*rows[:1], *rows])
         ):
-            raise UserError("not one clock")
-    except UserError:
+            raise UserError(f"log of steps {path}: its times jump back")
+    except UserError as error:
+        logging.warning("%s. Its times are ignored; its points count in the order of the log", error)
         dated = [(float(number), row) for number, row in enumerate(rows, 1)]
     for when, (tag, _, step, value) in dated:
         found[tags[tag]].append((when, step, value))
     return {name: sorted(points) for name, points in found.items()}
+
+
+def counted_on(path: Path, curves: Curves, start: Start, end: float) -> Curves:
+    """Return curves whose steps count on where a log of JSON lines begins to count again, such as in each epoch."""
+    if path.is_dir() or ".tfevents." in path.name:
+        return curves
+    try:
+        trainings = _trainings(_dated(path, _rows(path, start), start.begin, end))
+        for training in trainings:
+            _check_order(path, training)
+    except UserError:  # without times, or with several counters
+        return curves
+    if len(trainings) < 2:
+        return curves
+    logging.warning(
+        "log of steps %s: the steps begin again %s, as in each epoch; dlscale counts on from the step before",
+        path,
+        many(len(trainings) - 1, "time"),
+    )
+    begins = [training[0][0] for training in trainings]
+    before = [0, *itertools.accumulate(max(row[2] for _, row in training) for training in trainings)]
+    return {
+        name: [
+            (when, step + before[max(bisect.bisect_right(begins, when) - 1, 0)], value) for when, step, value in points
+        ]
+        for name, points in curves.items()
+    }
 
 
 # ---- contents ----------------------------------------------------------------------------------------

@@ -112,6 +112,14 @@ GAP = (
 UNNAMED = re.sub(r"\?P<\w+>", "?:", UNIT)
 AFTER = re.compile(rf"{GAP}(?:[a-z]{{2,}}[\s_-](?!{UNNAMED}\s+[-+.]?\d))?{UNIT}(?!\s*[:=])", re.IGNORECASE)
 DURATION = re.compile(rf"{GAP}{TIME}(?!\s*[:=])(?!(?<=min)\s+[-+.\d])", re.IGNORECASE)
+#: Letters directly after a number that count steps or samples.
+COUNTED = re.compile(rf"(?:{SAMPLE}|{STEP})(?![a-z])", re.IGNORECASE)
+#: Text between a number and its unit that may be a factor, such as `m`, which is million or milli.
+FACTOR = re.compile(
+    rf"\s?(?:[a-zµ]|thousands?|millions?|mio|mln|mill?|billions?|bn|mrd)\.?\s+[a-z]+{PER}{TIME}(?!\s*[:=]|\s+[-+.]?\d)"
+    rf"|[a-zµ]{COUNTED.pattern}",
+    re.IGNORECASE,
+)
 #: A unit of time at the end of a label: `(ms)`, `_ms`, `in s`, `time ms`.
 TIME_LABEL = re.compile(rf"(?:[(\[_]|\bin\s|\b(?!(?:s|h|min)\b)){TIME}(?:[)\]]|(?![a-z]))[^a-z]*$", re.IGNORECASE)
 #: Labels of numbers that are not rates: times without a unit, times of several steps (`s per 10 steps`), counts
@@ -132,8 +140,8 @@ MICRO = re.compile(
     r"micro[\s_-]?(?:batch|step)|(?<![a-z])(?:env(?:ironment)?|agent|sim(?:ulat(?:or|ion))?)[\s_-]?steps?|timesteps?",
     re.IGNORECASE,
 )
-#: Text between a unit and `/gpu` or `per device`.
-BEFORE_DEVICE = re.compile(r"[\s,]*[(\[]?\s?", re.IGNORECASE)
+#: Text between a number or its unit and `/gpu` or `per device`.
+BEFORE_DEVICE = re.compile(r"(?:\s?/\s?s(?:ec(?:ond)?)?(?![a-z]))?[\s,]*[(\[]?\s?", re.IGNORECASE)
 #: Words for one step in the label of a duration.
 ONE_STEP = re.compile(r"(?<![a-z])(?:it|iter|iteration|step|batch|minibatch|update)(?![a-z])", re.IGNORECASE)
 #: Number after which a label begins, with the number's unit if further words follow.
@@ -250,6 +258,9 @@ def rate_of(match: re.Match[str]) -> tuple[str, float] | None:
     if not found or not 0 < found[0] < MAX_RATE or re.match(r"\s?%", found[2]):
         return None
     number, rest, after = found
+    known = any(each.match(after) for each in (AFTER, DURATION, COUNTED))
+    if FACTOR.match(after) or (re.match(r"[A-Za-zµ]", after) and not known):
+        return None
     label = label_of(match)
     unit, named = AFTER.match(after), list(IN_LABEL.finditer(label))[-1:]
     if named and (not unit or re.match(r"\s+[-+.]?\d", after[unit.end() :])):

@@ -46,6 +46,9 @@ CURVES = "out.losses.json"
 #: Point of a curve: seconds since 1970-01-01 UTC, step, value.
 Point = tuple[float, int, float]
 
+#: Printed value: time (seconds since 1970-01-01 UTC) and value.
+Printed = tuple[float, float]
+
 
 def main(args: argparse.Namespace) -> None:
     """Run the program of `args.config`; write `program.json`.
@@ -92,18 +95,30 @@ def main(args: argparse.Namespace) -> None:
     if run.program.losses:
         own = seen.read(steps)[1]
         ends = own[0].steps if own else []
-        curves = before.merged(ended.losses, ends) if resumed else _by_row(ended.losses)
+        losses = of_ranks(ended.losses, max(len(own), len(ended.ranks)), ended.begin)
+        curves = before.merged(losses, ends) if resumed else _by_row(losses)
         if program.log:
             percent, start = registry.study(run.study).published_log.percent, program.log_start
             writers = () if resumed else seen.processes(steps) or seen.processes(steps, ("python",))
             start = start if not resumed else logs.Start(begun)  # values of earlier tries count as well
             curves = logs.values(program.log, run.program.losses, start, writers, ended.begin + ended.seconds)
+            if not resumed:
+                curves = logs.counted_on(program.log, curves, start, ended.begin + ended.seconds)
             for tag in percent & run.program.losses.keys():
                 name = run.program.losses[tag]
                 curves[name] = [(time, step, value / 100) for time, step, value in curves.get(name, [])]
         # After a restart from a checkpoint a step may have two values: the last value counts.
-        curves = {name: sorted({point[1]: point for point in points}.values()) for name, points in curves.items()}
-        epochs = epochs_of(curves, [] if printed and resumed else ends, found, ended.begin)
+        last = {name: sorted({point[1]: point for point in points}.values()) for name, points in curves.items()}
+        for name in () if resumed else last:
+            if again := len(curves[name]) - len(last[name]):
+                logging.warning(
+                    "%s: %s left out, because a later point has the same step. This is right after a restart; "
+                    "otherwise log a step number that increases through all epochs",
+                    name,
+                    many(again, "point"),
+                )
+        curves = last
+        epochs = epochs_of(curves, [] if printed and resumed else ends, found, ended.begin, rows=printed)
         warn_of_divergence(epochs)
         write_text(folder / LOSSES, epoch_lines(epochs))
     shutil.rmtree(steps)
@@ -148,7 +163,27 @@ class Earlier:
         return found
 
 
-def _by_row(losses: Mapping[str, list[tuple[float, float]]]) -> dict[str, list[Point]]:
+def of_ranks(losses: Mapping[str, list[Printed]], processes: int, begin: float) -> Mapping[str, list[Printed]]:
+    """Return printed values; if each process printed its validations, the means over the processes, with a warning.
+
+    This is assumed if each `processes` values are close together: within a quarter of the time since the values before.
+    """
+    found = dict(losses)
+    for name in losses if processes > 1 else ():
+        points = sorted(losses[name])
+        groups = [points[at : at + processes] for at in range(0, len(points), processes)]
+        if name.startswith("loss/train") or not groups or len(groups[-1]) < processes:
+            continue
+        before = [begin, *(group[-1][0] for group in groups)]
+        if all(
+            4 * (group[-1][0] - group[0][0]) < group[0][0] - last for last, group in zip(before, groups, strict=False)
+        ):
+            logging.warning("%s: each of %d processes printed its value; their means count", name, processes)
+            found[name] = [(group[-1][0], statistics.fmean(value for _, value in group)) for group in groups]
+    return found
+
+
+def _by_row(losses: Mapping[str, list[Printed]]) -> dict[str, list[Point]]:
     return {
         name: [(time, row, value) for row, (time, value) in enumerate(points, 1)] for name, points in losses.items()
     }
@@ -226,7 +261,9 @@ def steps_until(time: float, ends: list[float], marks: list[float]) -> int:
 # ---- the record --------------------------------------------------------------------------------------
 
 
-def epochs_of(curves: dict[str, list[Point]], ends: list[float], found: Throughput, begin: float) -> list[Epoch]:
+def epochs_of(
+    curves: dict[str, list[Point]], ends: list[float], found: Throughput, begin: float, rows: bool = False
+) -> list[Epoch]:
     """Return an epoch for each validation that a program logged.
 
     Parameters
@@ -240,15 +277,23 @@ def epochs_of(curves: dict[str, list[Point]], ends: list[float], found: Throughp
         The program's speed.
     begin
         Start of the last try, seconds since 1970-01-01 UTC; points before this time are from earlier tries.
+    rows
+        Whether the points' step numbers are only the numbers of the printed values.
     """
     assert found.full and found.outside
     size, speed = found.batch_size, found.full.mean if found.outside.samples else None
     rate = _step_rate(found, ends)
     epochs, before, since, untrained = list[Epoch](), 0, -math.inf, None
     points = curves.get("loss/valid", [])
-    measured = {name: _by_step(curve, points) for name, curve in curves.items() if name.startswith("valid/")}
-    for number, ((time, step, value), done) in enumerate(zip(points, steps_at(points, ends, begin), strict=True)):
-        trained = [each for when, _, each in curves.get("loss/train", []) if since < when <= time]
+    trained_by = _trained(curves.get("loss/train", []), points, rows)
+    pair = _by_time if rows else _by_step
+    measured = {name: pair(curve, points) for name, curve in curves.items() if name.startswith("valid/")}
+    counted = steps_at(points, ends, begin)
+    # A log that counts epochs from 0 also has training values at 0.
+    if not ends and counted == [*range(len(counted))] and any(not step for _, step, _ in curves.get("loss/train", [])):
+        counted = [step + 1 for step in counted]
+    for number, ((time, step, value), done) in enumerate(zip(points, counted, strict=True)):
+        trained = trained_by[number]
         rates = [each for when, _, each in curves.get("learning_rate", []) if when <= time]
         metrics = {name.partition("/")[2]: values[step] for name, values in measured.items() if step in values}
         train_loss = statistics.fmean(trained) if trained else math.nan
@@ -315,16 +360,49 @@ def _by_step(curve: list[Point], points: list[Point]) -> dict[int, float]:
     return {step: value for (_, step, _), (_, _, value) in zip(points, curve, strict=False)}
 
 
+def _trained(curve: list[Point], points: list[Point], rows: bool) -> list[list[float]]:
+    """Return the training losses that belong to each validation.
+
+    They were logged since the validation before. Lightning, for example, logs the mean of an epoch after the validation
+    of this epoch, but with the same step. One loss for each validation belongs to it in any order.
+    """
+    if len(curve) == len(points):
+        return [[value] for _, _, value in curve]
+    by_step = not rows and {step for _, step, _ in points} <= {step for _, step, _ in curve}
+    marks = [each[by_step] for each in points]
+    return [
+        [each[2] for each in curve if last < each[by_step] <= mark]
+        for last, mark in itertools.pairwise([-math.inf, *marks])
+    ]
+
+
+def _by_time(curve: list[Point], points: list[Point]) -> dict[int, float]:
+    """Return a metric's printed values by the numbers of the validations.
+
+    Without one value for each validation, a value belongs to the validation that was printed nearest to it.
+    """
+    if len(curve) == len(points):
+        return {step: value for (_, step, _), (_, _, value) in zip(points, curve, strict=True)}
+    nearest = [min(points, key=lambda point: abs(point[0] - time)) for time, _, _ in curve]
+    # If a metric is printed more often, the value nearest to a validation counts.
+    order = sorted(zip(curve, nearest, strict=True), key=lambda pair: -abs(pair[0][0] - pair[1][0]))
+    return {point[1]: value for (_, _, value), point in order}
+
+
 def steps_at(points: list[Point], ends: list[float], begin: float) -> list[int]:
     """Return the number of steps until each point, counted by the steps' end times `ends`.
 
-    With points of earlier tries, or without `ends`, return the step numbers in the log, multiplied by the last try's
-    steps per logged step number, because a log may count epochs.
+    With points of earlier tries, without `ends`, or if the log's times cannot be read, return the step numbers in the
+    log, multiplied by the last try's steps per logged step number, because a log may count epochs.
     """
     counted = [bisect.bisect_right(ends, time) for time, _, _ in points]
     here = [(count, step) for count, (time, step, _) in zip(counted, points, strict=True) if time >= begin]
     if ends and len(here) == len(points):
         return counted
+    if (
+        ends and points and points[-1][0] < logs.OLDEST <= begin
+    ):  # numbers of points instead of times: the last is at the end
+        return [round(step * len(ends) / (points[-1][1] or 1)) for _, step, _ in points]
     made, numbers = (here[-1][0] - here[0][0], here[-1][1] - here[0][1]) if here else (0, 0)
     each = made / numbers if made > 0 and numbers > 0 else 1.0  # more than 1 if the log counts epochs
     return [round(step * each) for _, step, _ in points]

@@ -37,6 +37,7 @@ from dlscale.extensions.programs.running import (
     with_hook,
 )
 from dlscale.extensions.programs.settings import Words
+from dlscale.launch.contain import GRACE
 from dlscale.measure.records import Throughput
 
 
@@ -106,6 +107,7 @@ class RunProgram:
             losses=None if enough else self.losses,
             contained=self.contained,
             warn=not self.log,
+            grace=GRACE,
             beside=hang.watch if hang else None,
         )
         if hang and hang.finding:

@@ -7,6 +7,7 @@ import errno
 import logging
 import os
 import re
+import select
 import shutil
 import signal
 import stat
@@ -27,7 +28,7 @@ import psutil
 from dlscale.core import machine, registry, telemetry
 from dlscale.core.errors import UserError, brief
 from dlscale.core.noise import interval
-from dlscale.core.text import duration, many, number
+from dlscale.core.text import duration, many, number, percent
 from dlscale.extensions.programs import logs
 from dlscale.extensions.programs import steps as seen
 from dlscale.extensions.programs.keeper import KeptProgram, adopt_orphans
@@ -158,6 +159,7 @@ def run_command(
     beside: Callable[[int], contextlib.AbstractContextManager[None]] | None = None,
     contained: bool = False,
     warn: bool = True,
+    grace: float | None = None,
 ) -> Outcome:
     """Run a command with this process's input, output and signals; leave no process running.
 
@@ -181,6 +183,8 @@ def run_command(
         Whether the program may run in a container.
     warn
         Whether to print a warning if no step was seen in the first minute; ignored if `pattern` is given.
+    grace
+        Seconds after SIGTERM until the program is killed (default: never, as without dlscale).
     """
     looked = {**(losses or {}), **({"": pattern} if pattern else {})}
     pipe = subprocess.PIPE if looked else None
@@ -196,10 +200,12 @@ def run_command(
         except OSError as error:
             missing = error.errno == errno.ENOENT
             # If the file exists, the interpreter in its first line is missing.
-            said = "no such command" if missing and not Path(command[0]).exists() else error.strerror
+            said = "no such command" if missing and not Path(command[0]).exists() else str(error.strerror)
+            if error.errno == errno.ENOEXEC:
+                said += f". If it is a script without #! line, start it with its shell: sh {command[0]}"
             say(f"dlscale measure: {command[0]}: {said}")
             raise SystemExit(NOT_FOUND if missing else NO_PROGRAM) from None
-        with _forwarding(process) as signals, beside(process.pid) if beside else contextlib.nullcontext():
+        with _forwarding(process, grace) as signals, beside(process.pid) if beside else contextlib.nullcontext():
             copies = [
                 threading.Thread(target=_copy, args=(stream, out.fileno(), finder), daemon=True)
                 for stream, out in zip(process.streams, (sys.stdout, sys.stderr), strict=True)
@@ -360,13 +366,13 @@ def _reaping() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _forwarding(process: KeptProgram) -> Iterator[list[int]]:
+def _forwarding(process: KeptProgram, grace: float | None) -> Iterator[list[int]]:
     """Forward signals to the program, and yield the list of forwarded signals.
 
-    Kill the program if it still runs `GRACE` seconds after SIGTERM.
+    With `grace`, kill the program if it still runs so many seconds after SIGTERM.
     """
     passed = list[int]()
-    killer = threading.Timer(GRACE, process.signal, (signal.SIGKILL,))
+    killer = threading.Timer(grace or 0, process.signal, (signal.SIGKILL,))
     killer.daemon = True
 
     def forward(number: int, frame: FrameType | None) -> None:
@@ -374,7 +380,7 @@ def _forwarding(process: KeptProgram) -> Iterator[list[int]]:
         # A terminal sends Ctrl-C to the program as well, so this signal is not forwarded.
         if not (number == signal.SIGINT and _in_front()):
             process.signal(number)
-        if number == signal.SIGTERM and not killer.is_alive() and not killer.finished.is_set():
+        if grace and number == signal.SIGTERM and not killer.is_alive() and not killer.finished.is_set():
             killer.start()
 
     before = {number: signal.signal(number, forward) for number in FORWARDED}
@@ -432,7 +438,10 @@ def _write(out: int, data: bytes) -> None:
     """Write all bytes; ignore errors, such as a closed pipe."""
     with contextlib.suppress(OSError):
         while data:
-            data = data[os.write(out, data) :]
+            try:
+                data = data[os.write(out, data) :]
+            except BlockingIOError:  # a full pipe of a caller that does not let writers wait
+                select.select([], [out], [])
 
 
 def _waits() -> list[float | None]:
@@ -509,6 +518,11 @@ def _measured(
     for each in processes:
         if each.damaged:
             logging.warning("%s: line %d is damaged; skipped this line and all later lines", each.file, each.damaged)
+    if any(each.unclear for each in processes):
+        say(
+            "dlscale measure: the program uses `timed` with several loaders, and the steps of all loops count. If some "
+            "of these loops are validations, use `timed` only with the training's loader"
+        )
     reading = _with_delivered(reading, processes)
     first = "rate" if reading.rate else "log" if reading.log and (reading.log_first or not processes) else way
     try:
@@ -522,6 +536,13 @@ def _measured(
         way = first
     apart = () if profiled else apart
     mean = interval(found.rates)[0]  # trimmed, like the mean that the terminal shows
+    if found.regular:
+        every, added = found.regular
+        alone = f"{number(mean / (1 - added))} {SAMPLE_RATE if found.samples else STEP_RATE}"
+        say(
+            f"dlscale measure: regular long steps, {every} steps apart, take {percent(added)} of the time in the rate. "
+            f"If they contain a validation or a checkpoint, the training alone makes {alone}"
+        )
     full = Trials(
         trial_throughput=found.rates,
         trial_time=found.seconds,
@@ -612,8 +633,9 @@ def _pace_by(
         longest = max(found, key=len, default=[])
         if wrong := processes and seen.log_counts_other(longest, processes[0]):
             raise UserError(f"{reading.log}: {wrong}")
-        _check_log(seen.pace_of_log(longest, reading.batch_size, apart), reading, processes, apart)
-        compute_pace = partial(seen.pace_of_log, longest, reading.batch_size)
+        evaluated = seen.evaluations(processes[0]) if processes else []
+        _check_log(seen.pace_of_log(longest, reading.batch_size, apart, evaluated), reading, processes, apart)
+        compute_pace = partial(seen.pace_of_log, longest, reading.batch_size, evaluated=evaluated)
         trainings = len([training for training in found if len(training) > 2])
     else:
         compute_pace = partial(seen.pace, processes, reading.batch_size)

@@ -35,6 +35,11 @@ SETTLING = 20
 #: fraction MAX_REUSED of the steps has no batch of its own.
 MIN_SIZED, MAX_REUSED = 0.8, 0.02
 
+#: Spans in evaluation mode are validations if at most the fraction MAX_VALIDATED of the steps contains such a span.
+#: Otherwise they belong to the training, such as predictions that a loss needs. The same limit applies to the batches
+#: of a validation, if no loader of the training is known.
+MAX_VALIDATED = 0.5
+
 #: Minimum number of steps of the longest training; if it has fewer steps, the steps of all trainings count.
 MIN_TRAINING_STEPS = 12
 
@@ -45,6 +50,10 @@ PAUSE, PAUSE_SECONDS = 10.0, 1.0
 #: Minimum distance between pauses, steps. If long steps are more frequent, they belong to the training, such as waits
 #: for loader workers. Then only steps at least PAUSE_IN_WAITS times as long as the usual long step are pauses.
 MIN_STEPS_BETWEEN_PAUSES, PAUSE_IN_WAITS = 20, 4.0
+
+#: Regular long steps are reported: minimum number of such steps, minimum ratio of a long step and the median step,
+#: minimum fraction of the time that they add, and maximum fraction of irregular steps.
+MIN_REGULAR, MIN_REGULAR_RATIO, MIN_REGULAR_FRACTION, MAX_IRREGULAR = 4, 2.0, 0.1, 0.2
 
 #: Maximum relative difference at which a log's step number is taken for a process's number of steps, or of samples.
 MAX_LOG_DIFFERENCE = 0.2
@@ -73,7 +82,19 @@ class Process:
     parent: int = 0  #: Id of the process that started this process; 0 if unknown.
     steps: list[float] = field(default_factory=list)  #: End of each step.
     computed: list[float] = field(default_factory=list)  #: CPU seconds of all threads until the end of each step.
-    loops: list[float] = field(default_factory=list)  #: Begin of each loop over `timed(loader)`; empty if unknown.
+    #: Loops over `timed(loader)`, empty if unknown: begin, number, name of the loader.
+    loops: list[tuple[float, str, str]] = field(default_factory=list)
+    #: Number of the loop that made each step, and whether an optimiser made a step meanwhile; empty if unknown.
+    in_loops: list[tuple[str, bool]] = field(default_factory=list)
+    #: Spans in which a model was in evaluation mode; spans in which iterators started or ended, by iterator.
+    evaluated: list[Span] = field(default_factory=list)
+    #: First steps of optimisers that followed a step of other optimisers: number of the step that they share, end and
+    #: CPU seconds of the others' part, the others, and the optimiser.
+    joined: list[tuple[int, float, float, frozenset[str], str]] = field(default_factory=list)
+    started: dict[str, list[Span]] = field(default_factory=dict)
+    ended: dict[str, list[Span]] = field(default_factory=dict)
+    ungraded: Counter[str] = field(default_factory=Counter)  #: Batches requested without gradients, by iterator.
+    unclear: bool = False  #: Whether some loops over `timed(loader)` may be validations.
     #: Batches: time of delivery, name of the loader's iterator, seconds waited, samples (0: unknown; negative: length
     #: of a short batch, see `with_short`).
     batches: list[tuple[float, str, float, int]] = field(default_factory=list)
@@ -115,6 +136,7 @@ class Pace:
     gradients: int = 0  #: Bytes of the gradients of one process; 0 if unknown.
     pauses: dict[str, float] = field(default_factory=dict)  #: See `dlscale.measure.records.Outside.pauses`.
     cores_of_ranks: list[float] = field(default_factory=list)  #: Busy cores of each process, without loader workers.
+    regular: tuple[int, float] | None = None  #: See `regular_long`.
 
 
 def read(folder: Path) -> tuple[str, list[Process]]:
@@ -125,6 +147,9 @@ def read(folder: Path) -> tuple[str, list[Process]]:
     """
     for way in WAYS:
         found = [_process(path) for path in files(folder, way)]
+        if way == "timed":  # the hook knows when models are evaluated
+            modes = {(one.host, one.pid): one.evaluated for one in map(_process, files(folder, "seen"))}
+            found = [replace(one, evaluated=modes.get((one.host, one.pid), [])) for one in found]
         known = [process for process in found if process.steps]
         if known := [process for process in known if not _is_helper(process, known)]:
             # Processes that ended before the longest process began, or began after its end, are another training.
@@ -154,7 +179,58 @@ def files(folder: Path, way: str) -> list[Path]:
 
 def _process(path: Path) -> Process:
     """Read a file of `dlscale.extensions.programs.timed.Log`; skip the incomplete last line of a killed process."""
-    return Tail(path).process
+    return without_validations(with_split_steps(Tail(path).process))
+
+
+def with_split_steps(process: Process) -> Process:
+    """Return a process in which the last step of a training and the first step of the next training are two steps.
+
+    Optimisers belong to successive trainings, such as before and after a restart from a checkpoint, if the earlier
+    optimisers make no more steps, but the later optimiser does.
+    """
+    steps, computed, last = [*process.steps], [*process.computed], process.optimizers
+    for number, end, used, before, after in reversed(process.joined):
+        if all(last[each][1] <= end for each in before) and last[after][1] > steps[number]:
+            steps.insert(number, end)
+            computed.insert(number, used)
+    return replace(process, steps=steps, computed=computed, joined=[])
+
+
+def without_validations(process: Process) -> Process:
+    """Return a process without the steps of validations over `timed(loader)`.
+
+    A loop validates if its batches have no gradients and it contains no step of PyTorch's optimisers, or if it contains
+    no such step, but loops over another loader do.
+    """
+    if not process.in_loops:
+        return process
+    in_loops = [*process.in_loops, *[("", True)] * (len(process.steps) - len(process.in_loops))]
+    training = {loop for loop, stepped in in_loops if stepped}
+    loaders = {loop: loader for _, loop, loader in process.loops}
+    trained = {loaders.get(loop, "") for loop in training}
+    others = {loop for loop, _ in in_loops} - training
+    validating = {loop for loop in others if process.ungraded[loop] or (training and loaders.get(loop) not in trained)}
+    validating = validating if training or others > validating else set()
+    used = Counter(loader for _, loop, loader in process.loops if loop in others - validating)
+    kept = [number for number, (loop, _) in enumerate(in_loops) if loop not in validating]
+    names = defaultdict[str, str](lambda: "0", {loop: loop for loop in validating})  # trainings share a name
+    started, ended = (
+        {"0": [span for loop, spans in of.items() if loop not in validating for span in spans]}
+        for of in (process.started, process.ended)
+    )
+    return replace(
+        process,
+        steps=[process.steps[number] for number in kept],
+        computed=[process.computed[number] for number in kept],
+        in_loops=[],
+        unclear=not training and sum(count > 1 for count in used.values()) > 1,
+        loops=[each for each in process.loops if each[1] not in validating],
+        batches=[(time, names[loop], wait, size) for time, loop, wait, size in process.batches],
+        fetchers={names[loop]: process.fetchers[loop] for loop in process.fetchers},
+        started=started,
+        ended=ended,
+        ungraded=Counter({loop: count for loop, count in process.ungraded.items() if loop in validating}),
+    )
 
 
 def stopped(folder: Path) -> str | None:
@@ -198,7 +274,14 @@ class Tail:
             self._shift, found.rank = _seconds(words[0]) - _seconds(words[1]), int(words[2])
             found.parent = int(words[3]) if len(words) > 3 else 0
         elif kind == "l":
-            found.loops.append(self._shift + _seconds(words[0]))
+            loop, loader = (*words[1:], "0", "0")[:2]  # copies of older versions of `timed.py` write no numbers
+            found.loops.append((self._shift + _seconds(words[0]), loop, loader))
+        elif kind in "vie":
+            span = self._shift + _seconds(words[0]), self._shift + _seconds(words[1])
+            of = found.evaluated if kind == "v" else found.started if kind == "i" else found.ended
+            (of.setdefault(words[2], []) if isinstance(of, dict) else of).append(span)
+        elif kind == "u":
+            found.ungraded[words[0]] += 1
         elif kind == "t":
             self._thread = words[0]
         elif kind == "s":
@@ -211,8 +294,15 @@ class Tail:
             # If several optimisers step once each, as in a GAN, their steps are one training step.
             if words[2] in self._optimizers or not self._optimizers:
                 self._optimizers = set()
+            elif words[2] not in found.optimizers:
+                before = frozenset(self._optimizers)
+                found.joined.append((len(found.steps) - 1, found.steps[-1], found.computed[-1], before, words[2]))
+            if not self._optimizers:
                 found.steps.append(0.0)
                 found.computed.append(0.0)
+                if len(words) > 4:
+                    found.in_loops += [("", True)] * (len(found.steps) - 1 - len(found.in_loops))  # steps of `ended`
+                    found.in_loops.append((words[3], words[4] == "1"))
             self._optimizers.add(words[2])
             found.optimizers[words[2]] = (found.optimizers.get(words[2], (time,))[0], time)
             found.steps[-1], found.computed[-1] = time, computed
@@ -230,7 +320,7 @@ class Tail:
         elif kind == "p":
             found.gradients += int(words[0])
         found.cut -= self._before == "g" and kind == "s"
-        self._before = kind if kind not in "tac" else self._before
+        self._before = kind if kind not in "tacuvie" else self._before
 
 
 #: Upper bound of valid times, seconds.
@@ -260,6 +350,7 @@ class _Step:
     first: bool  #: Whether the step fetched an iterator's first batch, as at the begin of an epoch.
     alone: bool  #: Whether the step fetched no batch of another loader, and no batch of unknown size that matters.
     gap: float  #: Seconds from the step's begin until its first training batch was requested; 0 if unknown.
+    workers: float  #: Seconds in which workers of the training's loader started and ended.
 
 
 def with_short(process: Process) -> Process:
@@ -304,7 +395,8 @@ def as_used(process: Process) -> Process:
 def training_iterators(process: Process) -> set[str]:
     """Return the iterators of training loaders.
 
-    Steps are made between the batches of a training loader, but not between the batches of a validation.
+    Steps are made between the batches of a training loader, but not between the batches of a validation. Most batches
+    of a validation are requested without gradients, or while a model is in evaluation mode.
     """
     of = defaultdict[str, list[float]](list)
     for time, iterator, _, _ in process.batches:
@@ -314,7 +406,44 @@ def training_iterators(process: Process) -> set[str]:
     then = {iterator: every[bisect.bisect_right(every, times[-1]) :][:1] for iterator, times in of.items()}
     shares = {name: _share([*times, *(then[name] or [math.inf])], process.steps) for name, times in of.items()}
     found = {iterator for iterator, share in shares.items() if share >= max(shares.values()) / 2 > 0}
-    return found | fresh_iterators(process)
+    found |= fresh_iterators(process)
+    spans = evaluations(process)
+    validating = {
+        name
+        for name in found
+        if max(process.ungraded[name], sum(_covers(spans, time) for time in of[name])) > len(of[name]) / 2
+    }
+    places = {bisect.bisect_right(process.steps, time) for name in validating for time in of[name]}
+    return found - validating if found > validating or len(places) <= MAX_VALIDATED * len(process.steps) else found
+
+
+def evaluations(process: Process) -> list[Span]:
+    """Return the spans without steps in which a model was in evaluation mode, unless most steps have such a span.
+
+    A span ends before the request of the training's next batch: some programs call `train()` after this request.
+    """
+    steps, every = process.steps, merged(process.evaluated)
+    times, numbers = [batch[0] for batch in process.batches], Counter(batch[1] for batch in process.batches)
+    outside = {batch[1] for batch in process.batches if not _covers(every, batch[0])}
+    spans = list[Span]()
+    for begin, end in every:
+        if bisect.bisect_right(steps, begin) < bisect.bisect_left(steps, end):
+            continue
+        within = process.batches[bisect.bisect_left(times, begin) : bisect.bisect_right(times, end)]
+        _, last, _, _ = within[-1] if within else (0.0, "", 0.0, 0)
+        if last in outside or (numbers[last] == 1 and len(within) > 1):
+            asked = [batch[0] - batch[2] for batch in within if batch[1] == last]
+            made = [span[0] for span in process.started.get(last, ()) if begin <= span[0] <= end]
+            end = max(min([*asked, *made]), begin)
+        spans.append((begin, end))
+    places = {bisect.bisect_right(steps, begin) for begin, _ in spans}
+    return spans if len(places) <= MAX_VALIDATED * len(steps) else []
+
+
+def _covers(spans: Sequence[Span], time: float) -> bool:
+    """Return whether one of the spans, which are in order and do not overlap, contains a time."""
+    place = bisect.bisect_right(spans, (time, math.inf))
+    return place > 0 and spans[place - 1][1] >= time
 
 
 def fresh_iterators(process: Process) -> set[str]:
@@ -358,6 +487,12 @@ def merged(spans: Sequence[Span]) -> list[Span]:
     return found
 
 
+def _inside(begin: float, end: float, spans: Sequence[Span]) -> float:
+    """Return the same seconds as `_within`, for a short part of many spans, which are in the order of time."""
+    first, last = bisect.bisect_left(spans, (begin,)), bisect.bisect_left(spans, (end,))
+    return _within(begin, end, spans[max(first - 1, 0) : last])
+
+
 def _within(begin: float, end: float, spans: Sequence[Span]) -> float:
     """Return the number of seconds between `begin` and `end` that spans cover; the spans must not overlap."""
     return sum(max(0.0, min(end, after) - max(begin, before)) for before, after in spans)
@@ -366,12 +501,15 @@ def _within(begin: float, end: float, spans: Sequence[Span]) -> float:
 def _pauses(process: Process, training: set[str], span: Span, away: Sequence[Span]) -> dict[str, float]:
     """Return the seconds outside the steps in a span, by kind; the spans `away` do not count.
 
-    `other`: time from the request of a batch of a loader other than the training's until the next event; `longest`:
-    longest remaining time without a batch or a step.
+    `other`: time in evaluation mode (`evaluations`), and time from the request of a batch of a loader other than the
+    training's until the next event; `longest`: longest remaining time without a batch or a step.
     """
+    spans = evaluations(process)
     events = [(time, time, True) for time in process.steps]
-    events += [(time - waited, time, iterator in training) for time, iterator, waited, _ in process.batches]
-    other, longest, last, own = 0.0, 0.0, span[0], True
+    batches = [batch for batch in process.batches if not _covers(spans, batch[0])]
+    events += [(time - waited, time, iterator in training) for time, iterator, waited, _ in batches]
+    other, longest, last, own = sum(_within(*each, [span]) for each in spans), 0.0, span[0], True
+    events += [(*each, True) for each in spans]
     for begin, end, trains in sorted(event for event in events if span[0] < event[1] <= span[1]):
         begin = max(begin, last)
         idle = begin - last - _within(last, begin, away)
@@ -393,27 +531,37 @@ def _after_warm_up(process: Process, training: set[str], away: Sequence[Span], a
     waiting time of all steps is 0. If the samples per step differ, only complete epochs are returned.
     """
     times, ends = [batch[0] for batch in process.batches], [end for _, end in away]
-    found, iterators = list[_Step | None](), set[str]()
+    found, iterators, evaluated = list[_Step | None](), set[str](), evaluations(process)
+    working = merged(
+        [span for of in (process.started, process.ended) for name in training for span in of.get(name, ())]
+    )
     computed = itertools.pairwise(process.computed)
     for (before, end), (since, until) in zip(itertools.pairwise(process.steps), computed, strict=True):
-        begun = bisect.bisect_left(process.loops, end)
-        before = max([before, *process.loops[begun - 1 : begun]])
+        last, begun = before, bisect.bisect_left(process.loops, (end,))
+        before = max([before, *(loop[0] for loop in process.loops[begun - 1 : begun])])
         within = process.batches[bisect.bisect_left(times, before) : bisect.bisect_left(times, end)]
         own = [batch for batch in within if batch[1] in training]
         if own and len(own) < len(within) and within[-len(own) :] == own:
-            # After a validation, the step begins with the request of its first batch, which may start workers again.
-            before, within = max(within[-len(own) - 1][0], own[0][0] - own[0][2]), own
+            # After a validation, the step begins with the start of its loader's workers.
+            made = [span[0] for span in process.started.get(own[0][1], ()) if before < span[1] <= own[0][0]]
+            before, within = max(within[-len(own) - 1][0], min([*made, own[0][0] - own[0][2]])), own
+        # The end of the last epoch's workers belongs to the step, also if a validation followed.
+        late = _inside(last, before, working)
+        validated = _inside(before, end, evaluated)
         first = not iterators.issuperset(batch[1] for batch in own)
         iterators.update(batch[1] for batch in own)
         nearest = bisect.bisect_right(ends, before)
         if end <= before or (nearest < len(away) and away[nearest][0] < end):
             found.append(None)
             continue
-        waited = 0.0 if ahead else min(sum(batch[2] for batch in within), end - before)
+        seconds = max(end - before - validated, 1e-9) + late
+        waited = 0.0 if ahead else min(sum(batch[2] for batch in within), seconds)
         samples = sum(batch[3] for batch in own) if all(batch[3] for batch in own) else 0
         alone = len(own) == len(within) and (samples > 0 or not own or not sized)
-        gap = 0.0 if ahead else max(min((time - wait for time, _, wait, _ in own), default=before) - before, 0.0)
-        found.append(_Step(end - before, waited, end, until - since, len(own), samples, first, alone, gap))
+        requested = min((time - wait for time, _, wait, _ in own), default=before)
+        gap = 0.0 if ahead else max(requested - before - _inside(before, requested, evaluated), 0.0) + late
+        started = 0.0 if ahead else late + _inside(before, end, working)
+        found.append(_Step(seconds, waited, end, until - since, len(own), samples, first, alone, gap, started))
     skipped = min(max(math.ceil(WARM_UP * len(found)), MIN_WARM_UP_STEPS), MAX_WARM_UP_STEPS)
     steps = [step for step in found[skipped:] if step]
     starts = [number for number, step in enumerate(steps) if step.first]
@@ -440,6 +588,25 @@ def _has_frequent_long_steps(steps: Sequence[_Step]) -> bool:
     return sum(step.seconds > limit for step in steps) * MIN_STEPS_BETWEEN_PAUSES > len(steps)
 
 
+def regular_long(seconds: Sequence[float]) -> tuple[int, float] | None:
+    """Return the distance of long steps that recur regularly, and the fraction of the time that they add.
+
+    Such steps may contain a validation without a loader, a checkpoint, or a wait for another loader's workers.
+    """
+    usual = statistics.median(seconds or [0.0])
+    long = [number for number, each in enumerate(seconds) if each > MIN_REGULAR_RATIO * usual]
+    if len(long) < MIN_REGULAR:
+        return None
+    every = statistics.mode(after - before for before, after in itertools.pairwise(long))
+    phase = statistics.mode(number % every for number in long)
+    regular = [each for number, each in enumerate(seconds) if number % every == phase]
+    hits = sum(number % every == phase for number in long)
+    missed, irregular = len(regular) - hits, len(long) - hits
+    added = (statistics.median(regular) - usual) * len(regular) / sum(seconds)
+    exact = every > 1 and missed <= MAX_IRREGULAR * len(regular) and irregular <= MAX_IRREGULAR * hits
+    return (every, added) if exact and added >= MIN_REGULAR_FRACTION else None
+
+
 def _rates_of_windows(
     each: Sequence[Sequence[_Step]], amounts: Sequence[Sequence[float]], count: int
 ) -> tuple[list[float], list[float]]:
@@ -462,7 +629,7 @@ def _without_long_steps(steps: Sequence[_Step]) -> list[_Step]:
     if not (steps := [step for step in steps if step.alone]):
         return []
     usual = PAUSE * statistics.median(step.seconds / max(step.batches, 1) for step in steps)
-    busy = [step.seconds - step.waited for step in steps]
+    busy = [step.seconds - step.waited - step.workers for step in steps]
     limits = [max(usual * max(step.batches, 1), PAUSE_SECONDS) for step in steps]
     long = [number for number, (seconds, limit) in enumerate(zip(busy, limits, strict=True)) if seconds > limit]
     inner = [number for number in long if not steps[number].first]
@@ -531,7 +698,7 @@ def pace(processes: Sequence[Process], batch_size: int | None = None, apart: Seq
     `longest_training`).
     """
     first_step = min((time for each in processes for time in (each.steps[0], *sum(each.others, ()))), default=0.0)
-    processes = [as_used(with_short(process)) for process in processes]
+    processes = [as_used(with_short(without_validations(process))) for process in processes]
     if several := longest_training(processes):
         processes = [_in_training(process, several[0]) for process in processes]
     iterators, away = [training_iterators(process) for process in processes], [_away(each, apart) for each in processes]
@@ -588,6 +755,7 @@ def pace(processes: Sequence[Process], batch_size: int | None = None, apart: Seq
         training=lasted[0] / max(end - begin - _within(begin, end, away[0]), 1e-9),
         waits_of_ranks=[one / of for one, of in zip(waited, lasted, strict=True)] if waits_known else [],
         cores_of_ranks=[sum(step.computed for step in kept) / of for kept, of in zip(each, lasted, strict=True)],
+        regular=regular_long([step.seconds - step.waited for step in each[0] if not step.first]),
     )
 
 
@@ -778,19 +946,23 @@ def log_counts_other(points: Sequence[tuple[float, float]], process: Process) ->
 
 
 def pace_of_log(
-    points: Sequence[tuple[float, float]], batch_size: int | None, apart: Sequence[Span] = ()
+    points: Sequence[tuple[float, float]],
+    batch_size: int | None,
+    apart: Sequence[Span] = (),
+    evaluated: Sequence[Span] = (),
 ) -> Pace | None:
     """Return the pace of logged steps; None if fewer than three points have different times.
 
     Also return None if no steps were made outside the spans `apart`. If the steps of some points do not increase with
-    the time, as after the clock was set back, spans around these times and steps do not count.
+    the time, as after the clock was set back, spans around these times and steps do not count. The spans `evaluated`
+    (see `evaluations`) are no part of the steps' time.
     """
     ordered = {*in_order(points)}
     others = sorted(step for when, step in points if (when, step) not in ordered)
     # If points have the same time, as with a clock of whole seconds, the first point counts.
     points = [next(same) for _, same in itertools.groupby(points, key=lambda point: point[0])]
     spans = [
-        (after[0] - before[0], after[1] - before[1])
+        (max(after[0] - before[0] - _inside(before[0], after[0], evaluated), 1e-9), after[1] - before[1])
         for before, after in itertools.pairwise(points[1:])
         if {before, after} <= ordered
         and bisect.bisect(others, before[1]) == bisect.bisect(others, after[1])
@@ -815,4 +987,5 @@ def pace_of_log(
         rank_rates=[],
         waiting=None,
         training=lasted / max(points[-1][0] - points[1][0] - _within(points[1][0], points[-1][0], apart), 1e-9),
+        regular=regular_long([seconds / steps for seconds, steps in kept]),
     )

@@ -115,18 +115,21 @@ class Log:
     def batch(self, iterator: int, wait: float, samples: int) -> None:
         """Note that an iterator delivered a batch now, after `wait` seconds.
 
-        `samples` is 0 if unknown, and negative if uncertain (see `short_of`).
+        `samples` is 0 if unknown, and negative if uncertain (see `short_of`). Batches that are requested without
+        gradients, as in a validation, are marked.
         """
         now = self.fetched = clock()
         if now >= self._until:
             self._notes.append((get_ident(), now, iterator, wait, samples))
+            if not has_gradients():
+                self._notes.append(f"u {iterator}\n")
             if now >= self._due:
                 self._write(now)
 
-    def loop(self) -> None:
+    def loop(self, number: int = 0, loader: int = 0) -> None:
         """Note that a loop begins now, so that its first step does not include the time before the loop."""
         if self.on:
-            self._notes.append(f"l {clock():.6f}\n")
+            self._notes.append(f"l {clock():.6f} {number} {loader}\n")
 
     def fact(self, kind: str, *values: int) -> None:
         """Note the bytes of an optimiser's gradients (p), or facts about an iterator.
@@ -137,11 +140,19 @@ class Log:
         if self.on:
             self._notes.append(f"{kind} {' '.join(map(str, values))}\n")
 
-    def step(self, part: int = 0) -> None:
-        """Note that a step, or one optimiser's part of the step, ended now; also note the process's CPU time."""
+    def span(self, kind: str, begin: float, end: float, iterator: int = 0) -> None:
+        """Note the time in which a model was in evaluation mode (v), or an iterator started (i) or ended (e)."""
+        if end >= self._until:
+            self._notes.append(f"{kind} {begin:.6f} {end:.6f} {iterator}\n")
+
+    def step(self, part: int = 0, loop: str = "") -> None:
+        """Note that a step, or one optimiser's part of the step, ended now; also note the process's CPU time.
+
+        `loop` is the number of the loop that made the step, and whether an optimiser made a step meanwhile.
+        """
         now = self.stepped = clock()
         if now >= self._until:
-            self._notes.append((get_ident(), now, computed(), part))
+            self._notes.append((get_ident(), now, computed(), f"{part}{loop}"))
             if now >= self._due:
                 self._write(now)
 
@@ -236,6 +247,20 @@ def parent() -> int:
         return int(sys.modules["multiprocessing.process"].parent_process().pid)
     except Exception:
         return os.getppid()
+
+
+def has_gradients() -> bool:
+    """Return whether PyTorch, if the program uses it, now computes gradients."""
+    try:
+        return bool(sys.modules["torch"].is_grad_enabled())
+    except Exception:  # another library, or a part of PyTorch's import
+        return True
+
+
+def has_stepped(since: float) -> bool:
+    """Return whether dlscale's hook has seen a step of an optimiser of PyTorch since a time."""
+    watcher = getattr(sys.modules.get("sitecustomize"), "WATCHER", None)
+    return watcher is not None and watcher.stepped >= since
 
 
 def hooked(name: str) -> list[Any]:
@@ -345,7 +370,7 @@ def _length(part: Any) -> int:
         return 0
 
 
-_ended = 0.0
+_ended, _loops = 0.0, itertools.count(1)
 
 
 def begun(samples: Any = 0) -> None:
@@ -392,7 +417,7 @@ def _timed_copy(loader: Any) -> Any:
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
-        "__iter__": lambda self: _iterate(lambda: base.__iter__(self), size_of(self)),
+        "__iter__": lambda self: _iterate(lambda: base.__iter__(self), size_of(self), id(self.dataset)),
         "__reduce_ex__": reduce,
         "__del__": lambda self, loader=loader: None,  # the kept loader releases the shared attributes itself
     }
@@ -405,24 +430,28 @@ def _restored(base: Any, *given: Any) -> Any:
     return timed(base.__new__(base, *given))
 
 
-def _iterate(begin: Callable[[], Iterator[Any]], size: int) -> Iterator[Any]:
-    """Begin a loop over batches of `size` samples (0: unknown), and return its batches."""
-    LOG.loop()
-    return _noted(begin(), size)
+def _iterate(begin: Callable[[], Iterator[Any]], size: int, loader: int) -> Iterator[Any]:
+    """Begin a loop over a loader's batches of `size` samples (0: unknown), and return its batches."""
+    number = next(_loops)
+    LOG.loop(number, loader)
+    since, batches = clock(), begin()
+    LOG.span("i", since, clock(), number)
+    return _noted(batches, size, number)
 
 
-def _noted(batches: Iterator[Any], size: int) -> Iterator[Any]:
-    """Yield batches; note each batch, and the end of each step."""
+def _noted(batches: Iterator[Any], size: int, loop: int) -> Iterator[Any]:
+    """Yield the batches of a loop; note each batch, the end of each step, and the time in which the loader ends."""
     while True:
         begin = clock()
         try:
             batch = next(batches)
         except StopIteration:
+            LOG.span("e", begin, clock(), loop)
             return
-        wait = clock() - begin
-        LOG.batch(0, wait, (samples_of(batch, size) or short_of(batch, size)) if size else 0)
+        now = clock()
+        LOG.batch(loop, now - begin, (samples_of(batch, size) or short_of(batch, size)) if size else 0)
         yield batch
-        LOG.step()
+        LOG.step(loop=f" {loop} {int(has_stepped(now))}")
 
 
 class _Timed:
@@ -434,7 +463,7 @@ class _Timed:
         batches, size = self._loader, size_of(self._loader)
         for loop in hooked("loop"):
             batches = loop(batches)
-        return _iterate(lambda: iter(batches), size)
+        return _iterate(lambda: iter(batches), size, id(self._loader))
 
     def __next__(self) -> Any:
         self._batches = self._batches or iter(self)

@@ -128,7 +128,7 @@ class ProgramSubject:
         if self._tail is None:
             return []
         self._tail.read()
-        steps = self._tail.process.steps
+        steps = seen.without_validations(self._tail.process).steps
         return steps[bisect.bisect_right(steps, since) :]
 
     def _wait(self, done: Callable[[], bool]) -> None:

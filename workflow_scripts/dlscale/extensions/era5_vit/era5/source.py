@@ -17,8 +17,8 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -65,10 +65,18 @@ PRESSURES = {
 }
 #: Units of latitudes and longitudes, lower case: degrees, but not degrees south or west.
 ANGLE = re.compile(r"(?!.*(south|west|[ _.°][sw]$|ees?w$))((deg|°).*)?")
+#: Standard names of the axes of a grid with rotated poles.
+ROTATED = {"grid_latitude", "grid_longitude"}
 #: Names and standard names of coordinates of a forecast's lead time.
 LEADS = {"step", "forecast_period", "prediction_timedelta", "lead_time", "leadtime", "lead", "forecast_hour"}
+#: Names of coordinates of an ensemble's members.
+MEMBERS = ("number", "realization", "member", "ensemble")
+#: GRIB's types of pressure levels, in their units per hPa. Layers between two levels have other types.
+PRESSURE_LEVELS = {"isobaricInhPa": 1.0, "isobaricInPa": 100.0}
 #: GRIB flags of unsupported orders of points: from east to west, along columns, every second line backwards.
 SCANNING = ("iScansNegatively", "jPointsAreConsecutive", "alternativeRowScanning")
+#: GRIB keys of the properties in which the fields of a channel must agree; see `_grib_traits`.
+TRAITS = ("edition", "number", "derivedForecast", "stepType", "stepRange")
 #: Limit of the CPU time for reading a GRIB file's headers with ecCodes: seconds, plus file size / bytes per second.
 GRIB_SECONDS, GRIB_BYTES_PER_SECOND = 10.0, 100_000
 GRID = "expected a regular grid: an axis of latitudes, an axis of longitudes; interpolate, e.g. with `cdo remapbil`"
@@ -97,6 +105,8 @@ class Variable:
     load: Callable[[np.ndarray, list[int], slice, slice], np.ndarray]
     point_bytes: int  #: Bytes per point and level during reading: packed, decoded, masked, and as float32.
     held: int = 1  #: Number of levels in a chunk; all of them are read together.
+    #: Member, kind of statistics over time and similar properties, by name; equal in all variables of a channel.
+    traits: Mapping[str, str] = field(default_factory=dict)
 
 
 def short(channel: str) -> str:
@@ -134,7 +144,8 @@ def open_variables(
         )
     with reading(path), open(path, "rb") as file:
         head = file.read(1024)
-    if b"GRIB" in head:  # a heading of a weather bulletin may precede this word
+    # A heading of a weather bulletin may precede this word. Attributes of NetCDF files may contain it.
+    if b"GRIB" in head and not head.startswith((b"\x89HDF", b"CDF")):
         return _open_grib(path, wanted)
     if head.startswith(b"\x89HDF\r\n\x1a\n"):
         engine = "h5netcdf"
@@ -220,6 +231,8 @@ def _gridded(array: xr.DataArray, origin: str) -> Variable:
         said = axes["level"].attrs
         standard, long = str(said.get("standard_name", "air_pressure")), str(said.get("long_name", "pressure"))
         factor = factor if standard == "air_pressure" and re.search("pressure|^level$", long.lower()) else None
+    if rotated := ROTATED & {str(axis.attrs.get("standard_name")) for axis in axes.values()}:
+        raise UserError(f"{origin}: '{name}' is on a rotated grid (standard_name {min(rotated)}); {GRID}")
     is_angle = all(ANGLE.fullmatch(units[kind]) for kind in ("latitude", "longitude"))
     if factor is None or not is_angle:
         raise UserError(
@@ -235,11 +248,18 @@ def _gridded(array: xr.DataArray, origin: str) -> Variable:
     if "level" in axes:
         hectopascals = axes["level"].values * factor
         channels = tuple(f"{short(name)}@{value:g}" for value in hectopascals)
+        if twice := [channel for channel in channels if channels.count(channel) > 1]:
+            raise UserError(
+                f"{origin}: '{name}' has several levels at {twice[0].partition('@')[2]} hPa, rounded to six digits; "
+                "expected different levels. Select one of them, e.g. with xarray's `isel`"
+            )
     values = array.variable
     if values.dtype.kind not in "fiub":
         raise UserError(f"{origin}: '{name}' has the type {values.dtype}; expected real numbers. Convert the values")
     for key, given in values.attrs.items():
-        if MISSPELLED.fullmatch(str(key)) and (np.ravel(given) != {"s": 1.0, "a": 0.0}.get(str(key)[0].lower())).any():
+        word = re.sub("[^a-z]", "", str(key).lower())
+        packs = [each for each in np.ravel(given).tolist() if each == each and each not in (store.PLAIN.get(word), "")]
+        if packs and key not in CF_NAMES and word in {*store.PLAIN, *store.MARKS}:
             raise UserError(
                 f"{origin}: '{name}' has the attribute {key} ({given}), which is not a name of CF. Rename it to "
                 "`scale_factor`, `add_offset`, `_FillValue`, `missing_value` or `valid_range`, or delete it if all "
@@ -259,8 +279,18 @@ def _gridded(array: xr.DataArray, origin: str) -> Variable:
         # Transpose after reading, because a lazy transposition makes the library read point by point.
         read = values.isel({axes[kind].dims[0]: asked[kind] for kind in axes}).load().transpose(*dims).values
         read = _without_missing(read, values, f"{origin}: '{name}'")
+        if array.attrs.get("units") in NEVER_ZERO and (empty := ~read.any(axis=(-2, -1))).any():
+            raise UserError(
+                f"{origin}: '{name}' is 0 {array.attrs['units']} at all points of {empty.sum()} fields in this block "
+                "of times, which may never have been written. Write them again, or exclude their times with `split`"
+            )
         return np.asarray(read.reshape(len(times), len(levels), *read.shape[-2:]), np.float32)
 
+    traits = {"stepType": str(array.attrs["GRIB_stepType"])} if "GRIB_stepType" in array.attrs else {}
+    if statistics := re.search(r"time: (\w+)", str(array.attrs.get("cell_methods"))):
+        traits["cell_methods"] = statistics[0]
+    for member in (name for name in MEMBERS if name in array.coords and array.coords[name].size == 1):
+        traits["number"] = str(array.coords[member].values.item()).removesuffix(".0")
     chunk = values.encoding.get("preferred_chunks", {})
     stored = np.dtype(values.encoding.get("dtype", values.dtype))
     attrs = array.attrs
@@ -275,6 +305,7 @@ def _gridded(array: xr.DataArray, origin: str) -> Variable:
         load,
         2 * stored.itemsize + 2 * values.dtype.itemsize + 4,
         chunk.get(axes["level"].dims[0], 1) if "level" in axes else 1,
+        traits,
     )
 
 
@@ -401,8 +432,9 @@ def _open_grib(path: Path, wanted: Collection[str]) -> tuple[list[Variable], lis
 
     def indexed(path: Path, stop: float = 0.0) -> Any:
         # All keys but the last distinguish variables; the last key distinguishes the times of a variable.
-        keys = ["cfVarName", "shortName", "units", "typeOfLevel", "level", "md5GridSection", "valid_time"]
-        return messages.FileIndex.from_fieldset(stream, keys, cfmessage.COMPUTED_KEYS)
+        keys = ["cfVarName", "shortName", "units", "typeOfLevel", "true level", "md5GridSection", *TRAITS, "valid_time"]
+        computed = {**cfmessage.COMPUTED_KEYS, "true level": (_level, None)}
+        return messages.FileIndex.from_fieldset(stream, keys, computed)
 
     _silence_eccodes()
     stream = messages.FileStream(str(path), errors="raise")
@@ -411,16 +443,46 @@ def _open_grib(path: Path, wanted: Collection[str]) -> tuple[list[Variable], lis
     with reading(path):
         index = indexed(path)
         _check_end(stream, (offset for _, offsets in index.iter_index() for offset in offsets))
-    # time and offset of each message, by channel, unit and grid
-    series: dict[tuple[str, str, str], list[tuple[int, Any]]] = {}
-    for (cf_name, own, unit, kind, level, grid, time), offsets in index.iter_index():
-        name = own if cf_name in ("unknown", "undef") else cf_name
-        if kind.startswith("isobaric"):
-            name = f"{name}@{level / (100.0 if kind == 'isobaricInPa' else 1.0):g}"
-        series.setdefault((name, unit, grid), []).extend((time, offset) for offset in offsets)
+    # time and offset of each message, by channel, unit, grid and traits
+    series: dict[tuple[str, str, str, tuple[tuple[str, str], ...]], list[tuple[int, Any]]] = {}
+    for (cf_name, own, unit, kind, level, grid, *given, time), offsets in index.iter_index():
+        name, traits = own if cf_name in ("unknown", "undef") else cf_name, _grib_traits(kind, level, *given)
+        if kind in PRESSURE_LEVELS:
+            name = f"{name}@{level:g}"
+        series.setdefault((name, unit, grid, tuple(traits.items())), []).extend((time, offset) for offset in offsets)
     names = list(dict.fromkeys(base(name) for name, *_ in series))
     with reading(path):
-        return [_messages(path, stream, name, its) for (name, *_), its in series.items() if base(name) in wanted], names
+        return [
+            replace(_messages(path, stream, name, its), traits=dict(traits))
+            for (name, *_, traits), its in series.items()
+            if base(name) in wanted
+        ], names
+
+
+def _grib_traits(kind: str, level: Any, edition: int, number: Any, mean: Any, step: str, span: str) -> dict[str, str]:
+    """Return the traits of a message, given `typeOfLevel`, `level` and the values of `TRAITS`."""
+    traits = {"number": "0" if number == "undef" else str(number), "derivedForecast": str(mean), "stepType": step}
+    if kind not in PRESSURE_LEVELS:
+        # Both editions name the level of some variables differently, such as `surface` for 2 m temperature in GRIB 1.
+        traits[f"typeOfLevel and level (GRIB {edition})"] = f"{kind} {str(level).removesuffix('.0')}"
+    if step != "instant" and (ends := re.fullmatch(r"(\d+)(\w*)-(\d+)(\w*)", str(span))):
+        traits["length of stepRange"] = f"{int(ends[3]) - int(ends[1])} {ends[4] or 'h'}"
+    return traits
+
+
+def _level(message: Any) -> float:
+    """Return the exact level of a GRIB message: hPa on pressure levels, else in the unit of its type.
+
+    ecCodes truncates the levels of a GRIB 2 message: 150 Pa would be 1 hPa.
+    """
+    kind = message["typeOfLevel"]
+    if kind not in PRESSURE_LEVELS:
+        return float(message["level:float"])
+    if message["edition"] == 2:
+        value, exponent = (message[f"{key}OfFirstFixedSurface"] for key in ("scaledValue", "scaleFactor"))
+        if abs(exponent) < 128:  # else missing
+            return float(value / 10.0**exponent / 100.0)
+    return float(message["level"] / PRESSURE_LEVELS[kind])
 
 
 def _check_end(stream: Any, offsets: Iterable[int | tuple[int, int]]) -> None:
@@ -446,8 +508,9 @@ def _messages(path: Path, stream: Any, channel: str, entries: list[tuple[int, An
         raise UserError(f"{where} is on a grid of type {kind}; {GRID}")
     if order:
         raise UserError(f"{where} is not stored along parallels from west to east ({order[0]} is set); {GRID}")
-    latitude, longitude = (np.array(first[key], ndmin=1) for key in ("distinctLatitudes", "distinctLongitudes"))
-    latitude, longitude, south_first = _regular(latitude, longitude, where)
+    # The order of the values; ecCodes sorts `distinctLongitudes`.
+    latitudes, longitudes = (np.reshape(first[key], (first["Nj"], first["Ni"])) for key in ("latitudes", "longitudes"))
+    latitude, longitude, south_first = _regular(latitudes[:, 0], longitudes[0], where)
 
     def load(times: np.ndarray, levels: list[int], rows: slice, columns: slice) -> np.ndarray:
         out = np.empty((len(times), 1, rows.stop - rows.start, columns.stop - columns.start), np.float32)
@@ -557,12 +620,11 @@ UNITS = re.compile(
     re.IGNORECASE,
 )
 
-#: Attributes in spellings that xarray ignores, such as ScaleFactor; it applies only those of CF, such as scale_factor.
-MISSPELLED = re.compile(
-    r"(?!(?-i:scale_factor|add_offset|_FillValue|missing_value|valid_(min|max|range))$)"
-    r"_?(scale[ _]?factor|add[ _]?offset|fill[ _]?value|missing[ _]?value|valid[ _]?(min|max|range))",
-    re.IGNORECASE,
-)
+#: CF's names of attributes that pack values or mark missing values; other names, such as ScaleFactor, are refused.
+CF_NAMES = ("scale_factor", "add_offset", "_FillValue", "missing_value", "valid_min", "valid_max", "valid_range")
+
+#: Units of values that are not 0 at all points. HDF5 reads 0 where a part of a chunk was never written.
+NEVER_ZERO = ("K", "Kelvin", "kelvin", "Pa", "hPa")
 
 #: Attributes of packed values, with their values for plain values.
 PACKING = {"scale_factor": 1.0, "add_offset": 0.0}
@@ -720,11 +782,21 @@ def _holders(channels: list[str], variables: list[Variable], names: list[str], l
 
 
 def _check_alike(holders: dict[str, list[Variable]], first: Variable) -> None:
-    """Raise `UserError` unless all variables have the grid of `first`, and all variables of a channel the same unit.
+    """Raise `UserError` unless all variables have the grid of `first`, and those of a channel the same unit and traits.
 
     Rounding errors, and longitudes that differ by 360 degrees, are allowed.
     """
     for channel, variables in holders.items():
+        holder = dict[str, Variable]()  # first variable that has a trait
+        for other, trait in ((variable, trait) for variable in variables for trait in variable.traits):
+            one = holder.setdefault(trait, other)
+            if one.traits[trait] != other.traits[trait]:
+                raise UserError(
+                    f"'{channel}' has fields of different kinds: {trait} is {one.traits[trait]} in {one.origin}, "
+                    f"{other.traits[trait]} in {other.origin}; expected one kind. Copy one kind to another file: GRIB "
+                    "with `grib_copy -w KEY=VALUE IN OUT` (keys number, stepType, stepRange, typeOfLevel, level), "
+                    "NetCDF with xarray"
+                )
         for other in variables:
             alike = (
                 other.units.replace("**", "") == variables[0].units.replace("**", "")  # m s**-1 is m s-1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +21,14 @@ from dlscale.data.store import MEMORY
 from dlscale.extensions.era5_vit.era5.deferred import DeferredErrorFile
 from dlscale.extensions.era5_vit.era5.kind import Era5Dataset
 from dlscale.extensions.era5_vit.era5.simulator import create_series
-from dlscale.extensions.era5_vit.era5.source import Era5Source, base, gridded, open_xarray, wanted_names
+from dlscale.extensions.era5_vit.era5.source import (
+    DEFAULT_FILL,
+    Era5Source,
+    base,
+    gridded,
+    open_xarray,
+    wanted_names,
+)
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -74,7 +82,8 @@ def acquire(dataset: Era5Dataset, raw: RawFile, out: Path, progress: Callable[[i
 def _opened(origin: str, remote: bool, advice: str, wanted: Collection[str]) -> xr.Dataset:
     """Open a store lazily. In a remote store, reading a missing chunk of a `wanted` variable raises an error.
 
-    In a folder, consolidated metadata are ignored, because they may be older than the arrays.
+    A missing chunk within a shard has missing values. In a folder, consolidated metadata are ignored, because they may
+    be older than the arrays.
     """
     import zarr
 
@@ -84,7 +93,7 @@ def _opened(origin: str, remote: bool, advice: str, wanted: Collection[str]) -> 
             if not remote:
                 return open_xarray(origin, "zarr", chunks=None, consolidated=False)
             group = zarr.open_group(urls.full_url(origin), mode="r", storage_options=_storage_options(origin))
-            checked = _complete_store(group.store, fills := dict[str, float](), origin)
+            checked = _complete_store(group.store, fills := dict[str, float](), wanted, origin)
             dataset = open_xarray(checked, "zarr", chunks=None)
             for name in dataset.data_vars:
                 if base(str(name)) in wanted and (fill := _plain_fill(group[str(name)], dataset[name])) is not None:
@@ -108,13 +117,22 @@ def _storage_options(origin: str) -> dict[str, Any]:
     return {**public, **own}
 
 
-def _complete_store(store: Any, fills: Mapping[str, float], origin: str) -> Any:
-    """Wrap a Zarr store, to raise an error for a missing chunk of an array in `fills` (name → fill value)."""
+def _complete_store(store: Any, fills: Mapping[str, float], wanted: Collection[str], origin: str) -> Any:
+    """Wrap a Zarr store, to raise an error for a missing chunk of an array in `fills` (name → fill value).
+
+    In the metadata of `wanted` sharded arrays, the fill value becomes a mark of missing values.
+    """
     from zarr.storage import WrapperStore
 
     class CompleteStore(WrapperStore[Any]):
         async def get(self, key: str, *arguments: Any, **options: Any) -> Any:
             found, name = await self._store.get(key, *arguments, **options), key.partition("/")[0]
+            if found is not None and key.endswith("zarr.json"):
+                about = json.loads(found.to_bytes())
+                arrays = {**((about.get("consolidated_metadata") or {}).get("metadata") or {}), name: about}
+                for its in (arrays[each] for each in arrays if base(each) in wanted):
+                    _mark_fill(its)
+                return type(found).from_bytes(json.dumps(about).encode())
             if found is None and name in fills and key[-1].isdecimal():  # names of metadata end with a letter
                 raise UserError(
                     f"{origin}: '{name}': the chunk {key} is missing, and would be read as {fills[name]:g}. Exclude "
@@ -123,6 +141,14 @@ def _complete_store(store: Any, fills: Mapping[str, float], origin: str) -> Any:
             return found
 
     return CompleteStore(store)
+
+
+def _mark_fill(about: dict[str, Any]) -> None:
+    """Replace the fill value in the metadata of a sharded array by `_FillValue`, NaN or NetCDF's default."""
+    if next((codec.get("name") for codec in about.get("codecs", ())), None) == "sharding_indexed":
+        mark = about.get("attributes", {}).get("_FillValue")
+        default = DEFAULT_FILL.get(np.dtype(about["data_type"]).str[1:], "NaN")
+        about["fill_value"] = mark if isinstance(mark, int) and default != "NaN" else default
 
 
 def _plain_fill(array: Any, variable: xr.DataArray) -> float | None:
@@ -158,11 +184,21 @@ def _check_chunks(folder: str, variables: Sequence[xr.DataArray]) -> None:
 def _count_missing(array: Any, folder: Path) -> int:
     """Return the number of chunks that were never written, including chunks within shards.
 
-    A shard ends with the position and size of each of its chunks, and a checksum of 4 bytes; a missing chunk has the
-    largest 64-bit number as its position.
+    The index of a shard has the position and size of each of its chunks; a missing chunk has the largest 64-bit number
+    as its position.
     """
-    if not array.shards:
+    codecs = array.metadata.to_dict().get("codecs", ())
+    if "sharding_indexed" not in str(codecs):
         return int(array.nchunks - array.nchunks_initialized)
+    about = codecs[0].get("configuration", {})
+    plain, *others = about.get("index_codecs", [{}])
+    endian = {"little": "<u8", "big": ">u8"}.get(plain.get("configuration", {}).get("endian"))
+    has_checksum = [codec["name"] for codec in others] == ["crc32c"]
+    if str(codecs).count("sharding_indexed") > 1 or len(codecs) > 1 or not endian or len(others) > has_checksum:
+        raise UserError(
+            f"{folder}: chunks that were never written cannot be found with these codecs: {json.dumps(codecs)[:300]}. "
+            "Write the array again, with a single codec of shards, whose index has the codecs bytes and crc32c"
+        )
     inner, lacks = tuple(shard // chunk for shard, chunk in zip(array.shards, array.chunks, strict=True)), 0
     for place in np.ndindex(*(-(-size // shard) for size, shard in zip(array.shape, array.shards, strict=True))):
         positions = np.full(inner, 2**64 - 1, np.uint64)
@@ -170,8 +206,9 @@ def _count_missing(array: Any, folder: Path) -> int:
             contextlib.suppress(FileNotFoundError),
             open(folder / array.metadata.encode_chunk_key(place), "rb") as file,
         ):
-            file.seek(-16 * positions.size - 4, 2)
-            positions = np.frombuffer(file.read(16 * positions.size), "<u8")[::2].reshape(inner)
+            if about["index_location"] == "end":
+                file.seek(-16 * positions.size - 4 * has_checksum, 2)
+            positions = np.frombuffer(file.read(16 * positions.size), endian)[::2].reshape(inner)
         left = (size - at * shard for size, at, shard in zip(array.shape, place, array.shards, strict=True))
         inside = tuple(slice(-(-size // chunk)) for size, chunk in zip(left, array.chunks, strict=True))
         lacks += int((positions[inside] == 2**64 - 1).sum())

@@ -8,8 +8,9 @@ strips of rows, which are transposed before and after the pass; the vertical pas
 
 from __future__ import annotations
 
-import numba
 import numpy as np
+
+from dlscale.data.loaders.direct_host import compiled
 
 #: Top, left, height and width of a part of an image, in pixels.
 Box = tuple[int, int, int, int]
@@ -19,7 +20,7 @@ BITS = 22
 STRIP = 32
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled
 def _weights(extent, size, first, count):  # type: ignore[no-untyped-def]
     """Return the filter of pixels `first` to `first + count` of an edge of `extent` pixels, resized to `size` pixels.
 
@@ -45,7 +46,7 @@ def _weights(extent, size, first, count):  # type: ignore[no-untyped-def]
     return begin, number, weights
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled
 def _load_strip(flat, start, stride, rows, strip):  # type: ignore[no-untyped-def]
     """Copy `rows` rows of an image, uint8 [values], into `strip` [values of a row, height], transposed."""
     for r in range(rows):
@@ -54,7 +55,7 @@ def _load_strip(flat, start, stride, rows, strip):  # type: ignore[no-untyped-de
             strip[i, r] = source[i]
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled
 def _filter_rows(strip, origin, filters, sums, narrow):  # type: ignore[no-untyped-def]
     """Filter a strip, whose first pixel is pixel `origin` of a row, into `narrow` [3, columns, height]."""
     begin, number, weights = filters
@@ -72,7 +73,7 @@ def _filter_rows(strip, origin, filters, sums, narrow):  # type: ignore[no-untyp
                 narrow[c, x, r] = sums[r] >> BITS
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled
 def _store_strip(narrow, flip, wide, row):  # type: ignore[no-untyped-def]
     """Copy `narrow` [3, columns, height] to `wide` [3, rows, columns] from row `row` on; `flip` mirrors the rows."""
     columns, height = narrow.shape[1:]
@@ -86,7 +87,7 @@ def _store_strip(narrow, flip, wide, row):  # type: ignore[no-untyped-def]
                     wide[c, row + r, x] = narrow[c, x, r]
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled
 def _filter_columns(wide, filters, sums, out):  # type: ignore[no-untyped-def]
     """Filter the columns of `wide` [3, rows, columns] into `out` [3, filtered rows, columns]."""
     begin, number, weights = filters
@@ -103,7 +104,7 @@ def _filter_columns(wide, filters, sums, out):  # type: ignore[no-untyped-def]
                 out[c, y, x] = sums[x] >> BITS
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled
 def _resize(flat, stride, box, shape, corner, flip, out, rows_at_once):  # type: ignore[no-untyped-def]
     """Resize as `resize`, in strips of `rows_at_once` rows.
 

@@ -98,6 +98,9 @@ class Images(CroppedImages):
         """Return the windows of samples `indices` of `epoch`."""
         rows = self._rows(epoch, indices)
         images = [self.packs[pack].stored(row) for pack, row in rows]
+        for (pack, row), image in zip(rows, images, strict=True):
+            if self.encoded and not jpeg.is_complete(image):
+                self.packs[pack].image(row)  # refuses a truncated image, whose first rows other decoders would accept
         labels = np.array([self.packs[pack].labels[row] for pack, row in rows], np.int64)
         edges_N2 = np.array([self.packs[pack].index[row, 2:] for pack, row in rows], np.int64).reshape(-1, 2)
         count, size = len(rows), self._settings.size

@@ -35,8 +35,14 @@ HOOKS = os.environ.get("DLSCALE_HOOKS", "")
 #: Module whose loaders request each batch before they deliver the previous batch.
 READS_AHEAD = "accelerate.data_loader"
 
+#: Maximum number of models in evaluation mode whose return to training is awaited.
+MAX_MODELS = 16
+
 #: Loaded files of extensions, in which `timed.py` looks for the functions `begin` and `loop`.
 EXTENSIONS: list[Any] = []
+
+#: Object that watches this process; None without a measurement.
+WATCHER: Any = None
 
 
 def load(name: str, place: str | Path) -> Any:
@@ -60,7 +66,11 @@ class Watcher:
         self._window: Any = None
         self._known: dict[int, tuple[int, Any]] = {}
         self._numbers = itertools.count(1)
-        self._after = {"torch.optim.optimizer": [self._optimizers], "torch.utils.data.dataloader": [self._loaders]}
+        self._after = {
+            "torch.optim.optimizer": [self._optimizers],
+            "torch.utils.data.dataloader": [self._loaders],
+            "torch.nn.modules.module": [self._modes],
+        }
         for file in filter(None, HOOKS.split(os.pathsep)):
             with contextlib.suppress(Exception):  # the steps are noted without the extension
                 module = load(f"dlscale_{Path(file).parent.name}", HERE.parents[1] / file)
@@ -89,6 +99,40 @@ class Watcher:
             with contextlib.suppress(AttributeError):  # a module loader with `__slots__` cannot be wrapped
                 spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
+
+    @property
+    def stepped(self) -> float:
+        """Time of the process's last step."""
+        return float(self._log.stepped)
+
+    def _modes(self, module: Any) -> None:
+        """Note the times from a model's `eval()` until its `train()`, in which programs validate."""
+        evaluated: dict[int, tuple[float, Any]] = {}
+        log, clock, original, within = self._log, self._timed.clock, module.Module.train, False
+
+        @functools.wraps(original)
+        def train(model: Any, mode: bool = True) -> Any:
+            nonlocal within
+            if within:  # a part of the model
+                return original(model, mode)
+            within = True
+            try:
+                found = original(model, mode)
+            finally:
+                within = False
+            with contextlib.suppress(Exception):  # another thread changed the table
+                begin, own = evaluated.get(id(model), (0.0, None))
+                if own is None or own() is not model:
+                    if not mode:
+                        evaluated[id(model)] = clock(), weakref.ref(model)
+                        if len(evaluated) > MAX_MODELS:
+                            del evaluated[next(iter(evaluated))]
+                elif mode:
+                    del evaluated[id(model)]
+                    log.span("v", begin, clock())
+            return found
+
+        module.Module.train = train
 
     def _optimizers(self, module: Any) -> None:
         with contextlib.suppress(OSError):
@@ -168,6 +212,8 @@ class Watcher:
         clock, samples_of, iterator = self._timed.clock, self._timed.samples_of, module._BaseDataLoaderIter
         is_short, is_several, short_of = self._timed.is_short, self._timed.is_several, self._timed.short_of
         original, next_index, reset = iterator.__next__, iterator._next_index, iterator._reset
+        make, several = module.DataLoader.__iter__, module._MultiProcessingDataLoaderIter
+        shut_down = several._shutdown_workers
         log, note, numbers = self._log, self._log.batch, itertools.count()
 
         def index_of_next(loader: Any) -> Any:
@@ -197,9 +243,11 @@ class Watcher:
                 else:
                     with window.range("data"):
                         batch = original(loader)
-            except BaseException:
+            except BaseException as error:
                 if drawn := loader.__dict__.get("_dlscale_samples"):  # drop the size of the failed batch
                     drawn.pop(0)
+                if isinstance(error, StopIteration):
+                    end(loader, begin)
                 raise
             try:
                 wait, own = clock() - begin, loader.__dict__
@@ -219,12 +267,31 @@ class Watcher:
                 else:
                     size = own.get("_dlscale_size", 0)
                     samples = samples_of(batch, size) or short_of(batch, size)
+                if span := own.pop("_dlscale_started", ()):
+                    log.span("i", *span, own["_dlscale_number"])
                 note(own["_dlscale_number"], wait, samples)
             except Exception as error:
                 log.stop(error)
             return batch
 
+        def started(loader: Any) -> Any:
+            begin, made = clock(), make(loader)
+            with contextlib.suppress(Exception):  # the iterator of another class
+                made.__dict__["_dlscale_started"] = begin, clock()
+            return made
+
+        def ended(loader: Any) -> None:
+            begin = clock()
+            shut_down(loader)
+            end(loader, begin)
+
+        def end(loader: Any, begin: float) -> None:
+            with contextlib.suppress(Exception):  # at the end of the process
+                if (number := loader.__dict__.get("_dlscale_number")) is not None:
+                    log.span("e", begin, clock(), number)
+
         iterator.__next__, iterator._next_index, iterator._reset = following, index_of_next, begin_anew
+        module.DataLoader.__iter__, several._shutdown_workers = started, ended
 
 
 def copies(loader: Any) -> int:
@@ -241,13 +308,15 @@ def copies(loader: Any) -> int:
 def length(index: Any) -> int:
     """Return the number of samples that a sampler chose for a batch; 0 if the number is unknown.
 
-    The number is unknown if each index is itself a list of indices, such as from a `BatchSampler` passed as `sampler`.
+    The number is unknown if each index is itself a list of indices, such as from a `BatchSampler` passed as `sampler`,
+    and if indices are a part of a request, such as {"ids": [3, 5], "size": 224} or (224, [3, 5]).
     """
     try:
         number = len(index)  # raises for an iterator, whose first item `next` would consume
         first = next(iter(index), None)
         several = isinstance(first, (list, set, range, slice)) or bool(getattr(first, "shape", ()))
-        return 0 if several else number
+        mixed = isinstance(index, dict) or (isinstance(index, (list, tuple)) and type(index[0]) is not type(index[-1]))
+        return 0 if several or mixed else number
     except Exception:
         return 0
 
@@ -296,6 +365,7 @@ def write_whole_lines() -> None:
 
 def start() -> None:
     """Watch this process if the environment requests steps or a profile."""
+    global WATCHER
     if PROFILED:
         with contextlib.suppress(Exception):  # Python may lack ctypes
             let_look()
@@ -303,7 +373,8 @@ def start() -> None:
     if STEPS:
         try:
             write_whole_lines()
-            sys.meta_path.insert(0, Watcher())
+            WATCHER = Watcher()
+            sys.meta_path.insert(0, WATCHER)
         except Exception as error:
             with contextlib.suppress(Exception):
                 Path(STEPS, f"stopped.{os.uname().nodename}.{os.getpid()}").write_text(f"seen {error!r}\n")
