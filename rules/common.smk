@@ -12,6 +12,7 @@ from dlscale.config import resolve
 from dlscale.config.site import SET_FOR_SBATCH
 from dlscale.core import redact, registry, urls
 from dlscale.core.errors import UserError
+from dlscale.core.files import atomic_write
 from dlscale.core.fingerprint import ROOT, remember
 from dlscale.core.paths import Results
 from dlscale.core.machine import CALLER, SNAKEMAKES, callers_values
@@ -35,6 +36,16 @@ os.environ[SNAKEMAKES] = f"{os.environ.get(SNAKEMAKES, '')} {os.getpid()}"
 # Snakemake reads all memory maps of a job with a `benchmark:` every 0.5 s for the first 30 readings, then every 30 s.
 # The frequent readings take up to 0.3 cores and disturb timed jobs, so the first readings are 5 s apart.
 benchmark.BENCHMARK_INTERVAL_SHORT = 5.0  # s
+write_records = benchmark.write_benchmark_records
+
+
+def write_benchmark(records, path, extended):
+    """Write a job's benchmark atomically; Snakemake would follow another user's link, or wait for a pipe's reader."""
+    with atomic_write(path) as temporary:
+        write_records(records, str(temporary), extended)
+
+
+benchmark.write_benchmark_records = write_benchmark
 remember(Path(".snakemake/parsed.json"))
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from PIL import Image
 
@@ -289,6 +290,12 @@ def test_history_since_a_day_is_printed_and_drawn(
     (fast, _) = drawn[0].axes[0].containers
     assert fast.lines[0].get_ydata() == pytest.approx([1, 150 / 101])
     assert "p.fast" in rows(said) and Image.open(Path("history.png")).size == (900, 500)
+
+
+def test_a_dollar_in_a_name_is_drawn_as_text(tmp_path: Path) -> None:
+    found = pd.DataFrame({"run": ["p.r"], "device": [r"GPU $\foo{$ x"], "time": [f"{DAYS[0]}T00:00:00+00:00"]})
+    history.draw(found.assign(samples_per_second=1.0, steps_per_second=math.nan, interval=0.1), tmp_path / "h.png")
+    assert Image.open(tmp_path / "h.png").size == (900, 500)
 
 
 @pytest.mark.parametrize(

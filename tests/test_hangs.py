@@ -8,14 +8,16 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 import torch
 
-from dlscale.extensions.hangs import inside, supervisor
+from dlscale.extensions.hangs import collect, inside, supervisor
 from dlscale.extensions.hangs.finding import GONE, Process, Waiting, describe, line_of
 from dlscale.extensions.hangs.matching import mismatches
 from dlscale.extensions.hangs.record import hang_of
@@ -251,6 +253,30 @@ def test_ranks_in_the_same_place_are_named_together() -> None:
     assert re.match(".*same operation.* ranks 0–1 ", describe([waits(0), waits(1)]))
     assert re.match(".*different operations.* rank 0 ", describe([waits(0), waits(1, 413)]))
     assert re.fullmatch(r"process 4021 .*train\.py:3", describe([Process(4021, line="at train.py:3")]))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("trap", [Path.symlink_to, lambda file, private: os.mkfifo(file)])
+def test_a_link_or_pipe_among_the_steps_is_neither_read_nor_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trap: Callable[[Path, Path], Any]
+) -> None:
+    """Another user may create links and pipes: a link may lead to a private file, and a pipe never ends."""
+    (steps := tmp_path / "steps").mkdir()
+    (private := tmp_path / "private").write_text("BEGIN-KEY 1")
+    for name in (f"{inside.STACKS}.host.{os.getpid()}", f"{inside.STACKS}.host.x", f"{inside.REPORT}.host.1"):
+        trap(steps / name, private)
+    monkeypatch.setattr(collect, "catches_quit", lambda pid: False)
+    monkeypatch.setattr(collect, "_spied", lambda processes: {})
+    assert collect.collect(steps, os.getpid(), {}, ends=False).stacks == {}
+    monkeypatch.setenv(inside.AFTER, "10")
+    reporter = inside.Reporter(SimpleNamespace(folder=str(steps), rank=0, file=lambda name: f"{steps}/{name}.host.9"))
+    for name in (inside.STACKS, f"{inside.STATUS}.host.9.new"):
+        trap(steps / name, private)
+    with pytest.raises(OSError, match=str(steps)):
+        reporter._write(inside.STATUS, {})
+    with pytest.raises(OSError, match=str(steps)):
+        inside.open_own(str(steps / inside.STACKS), os.O_WRONLY)
+    assert private.read_text() == "BEGIN-KEY 1"
 
 
 def test_the_line_of_a_forked_child_is_its_own(tmp_path: Path) -> None:

@@ -334,6 +334,13 @@ def test_packs_of_deleted_folders_are_kept(tmp_path: Path, folders: dict[str, st
     )
 
 
+@pytest.mark.timeout(60)
+def test_a_pipe_in_place_of_a_pack_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pack.h5")
+    with pytest.raises(UserError, match=r"pack\.h5: a pipe"):
+        image_folders.packed(tmp_path / "pack.h5")
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -126,6 +126,7 @@ def test_the_display_has_one_bar_and_a_line_per_running_job(tmp_path: Path) -> N
     says(jobs[0], time=now)
     for each in jobs[1:14]:
         says(each, what="starting", unit="", left=None, values={}, time=now)
+    says(jobs[13], what="\033[2J[/red]", unit="", left=None, values={}, time=now)  # written by another user
     progress = status.CallProgress(now - 8, jobs)
     progress.look(now)
     console = Console(file=io.StringIO(), width=120)
@@ -136,6 +137,7 @@ def test_the_display_has_one_bar_and_a_line_per_running_job(tmp_path: Path) -> N
     assert re.split("  +", first.strip())[-2:] == ["0 of 20 jobs", "14 running"]
     assert re.split("  +", lines[0])[:3] == ["p.0", "train", "30 of 120 steps (25 %)"]
     assert lines[0].rstrip().endswith("1,234 samples/s  1 min 30 s left") and "starting" in lines[1]
+    assert "[2J[/red]" in lines[-1] and "\033" not in console.file.getvalue()
     assert len(lines) == 14 and max(map(len, map(str.rstrip, [first, *lines[1:]]))) <= 80, (
         "lines must fit into 80 columns"
     )

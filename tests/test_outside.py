@@ -2473,6 +2473,26 @@ def test_a_program_continues_if_steps_cannot_be_recorded(tmp_path: Path, monkeyp
     assert not writes(tmp_path / "none", monkeypatch).on and not (tmp_path / "none").exists()
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("trap", [Path.symlink_to, lambda file, private: os.mkfifo(file)])
+def test_a_link_or_pipe_among_the_steps_is_neither_read_nor_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trap: Callable[[Path, Path], Any]
+) -> None:
+    """Another user may create links and pipes: a link may lead to a private file, and a pipe never ends."""
+    (folder := tmp_path / "steps").mkdir()
+    (private := tmp_path / "private").write_text("seen BEGIN-KEY 1")
+    trap(folder / "stopped.other.1", private)
+    assert re.fullmatch(rf"{folder}/stopped\.other\.1: a link, pipe or device; .*", steps.stopped(folder) or "")
+    (folder / "stopped.other.1").unlink()
+    trap(folder / f"seen.{os.uname().nodename}.{os.getpid()}", private)
+    assert not writes(folder, monkeypatch).on and "OSError" in (steps.stopped(folder) or "")
+    trap(record := folder / "printed", private)
+    finder = Finder({"loss": re.compile(r"loss (\S+)")}, record)
+    finder.look(1.0, [b"loss 7\n"])
+    finder.close()
+    assert finder.found["loss"] == [(1.0, 7.0)] and private.read_text() == "seen BEGIN-KEY 1"
+
+
 def writes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> timed.Log:
     """Return a process's log with two written steps and two steps that are still in memory."""
     monkeypatch.setattr(timed, "write_file", os.write)

@@ -1701,6 +1701,15 @@ def test_equal_curves_and_points_at_the_frame_are_visible() -> None:
     assert figures.CONFIG["axisY"]["titleLimit"] == {"expr": "height"}
 
 
+def test_a_damaged_picture_is_one_message(results: Results) -> None:
+    """The picture's first and last bytes are intact."""
+    imsave(path := results.run("p", "r") / "prediction.png", np.zeros((60, 60), np.uint8))
+    content = path.read_bytes()
+    path.write_bytes(content[:40] + bytes(len(content) - 52) + content[-12:])
+    with pytest.raises(UserError, match=r"prediction\.png: cannot be read"):
+        sections.thumbnail(read_plan(results.plan("p", {"r": "r"})))
+
+
 def test_a_thumbnail_has_the_complete_width(results: Results) -> None:
     """A wide figure keeps its right edge; a tall figure keeps its top."""
     for name, size, expected in (("wide", (30, 600), (14, 280)), ("tall", (600, 280), (120, 280))):

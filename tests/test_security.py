@@ -29,6 +29,7 @@ import yaml
 
 from dlscale.config import resolve as config
 from dlscale.core.errors import UserError
+from dlscale.core.files import write_json
 from dlscale.data import preview, staging
 from dlscale.data.manifest import File, Manifest
 from dlscale.extensions.crate.crate import Crate
@@ -258,8 +259,11 @@ def test_texts_of_records_run_nothing(shared: Results, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(60)
-def test_a_pipe_among_the_records_stops_no_page(shared: Results, tmp_path: Path) -> None:
-    """A pipe in place of a record is refused with its path: reading the pipe would never end."""
+@pytest.mark.parametrize("trap", [os.mkfifo, lambda file: file.symlink_to(file.with_name("private"))])
+def test_a_pipe_or_link_among_the_records_is_refused(
+    shared: Results, tmp_path: Path, trap: Callable[[Path], Any]
+) -> None:
+    """Reading a pipe would never end. A link may lead to a private file, which the page would show."""
     root = tmp_path / "results"
     shutil.copytree(shared.root, root)
     run, data = root / "plans/gas/base", root / "data/demo_volumes"
@@ -269,12 +273,34 @@ def test_a_pipe_among_the_records_stops_no_page(shared: Results, tmp_path: Path)
     assert len(records) > 5
     for file in [plan, reference, log, *records, *data.iterdir()]:
         content = file.read_bytes() if file.exists() else b""
+        file.with_name("private").write_bytes(content)
         file.unlink(missing_ok=True)
-        os.mkfifo(file)
-        with pytest.raises(UserError, match=f"{file}: a pipe or a device"):
+        trap(file)
+        with pytest.raises(UserError, match=f"{file}: a (link, pipe or|pipe or a) device"):
             report.dataset(data, "demo") if file.parent == data else sections.plan_view(read_plan(plan), shown)
         file.unlink()
         file.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"outside": {"command": ["python", "train.py", "--api-key", "t0psecret"]}},
+        {"variables": {"NCCL_TOKEN": "t0psecret"}},
+    ],
+)
+def test_a_crate_with_a_secret_in_a_record_is_refused(shared: Results, tmp_path: Path, record: dict[str, Any]) -> None:
+    """Earlier versions did not redact the command and the variables in records."""
+    pytest.importorskip("rocrate")
+    made = Crate(shared.root, read_plan(shared.plans[0]), ROOT / "CITATION.cff")
+    write_json(path := shared.root / "plans/gas/base/program.json", record)
+    made.file(path)
+    made._value("variables.NCCL_TOKEN", "t0psecret")
+    made.crate.root_dataset["name"] = made.crate.root_dataset["description"] = "a crate"
+    with pytest.raises(UserError, match=r"program\.json: contains .* a program's secret") as refused:
+        made.write(tmp_path / "crate")
+    path.unlink()
+    assert "t0psecret" not in str(refused.value) + (tmp_path / "crate/ro-crate-metadata.json").read_text()
 
 
 def test_a_crate_escapes_texts_and_refuses_links(shared: Results, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from dlscale.config.compute import compute_digest
 from dlscale.config.records import PlanRecord, RunReference
 from dlscale.core.metrics import Epoch, LossInfo, epoch_lines
 from dlscale.extensions.sheet import draw
-from dlscale.extensions.sheet.parts import Fact, Grid, Part, Row
+from dlscale.extensions.sheet.parts import Curve, Fact, Grid, Part, Row
 from dlscale.extensions.sheet.sheet import forms
 from dlscale.measure.records import Throughput, Trials, Usage
 from dlscale.parallel.records import Device
@@ -188,6 +188,11 @@ def test_text_shrinks_to_fit_and_a_full_page_is_reported(tmp_path: Path) -> None
         return draw.pdf(tmp_path / "sheet.pdf", "Title", [[part], []], {"open": 1}, {})
 
     assert fits(70) and not fits(150)
+
+
+def test_a_dollar_in_a_label_is_drawn_as_text() -> None:
+    svg = draw._svg([Curve(r"cost $\foo{$", [(1, 1.0, 0.9, 1.1)], []), Curve("$5 to $8", [(1, 1.0, 0.9, 1.1)], [])])
+    assert r">cost $\foo{$: efficiency over devices<" in svg and ">$5 to $8: efficiency over devices<" in svg
 
 
 def test_measured_and_predicted_look_different_without_colour() -> None:

@@ -458,6 +458,11 @@ def test_a_training_that_begins_anew_leaves_no_log_of_another(tmp_path: Path) ->
         assert path.read_text() == "it begins\na child\nit ends\n" and not list(Path(folder).iterdir())
 
 
+def test_control_characters_of_a_log_are_not_printed(tmp_path: Path) -> None:
+    (log := tmp_path / "a.log").write_text("dlscale train: boom \033[2J\033]0;title\007")
+    assert status.last_word(log, "train") == "boom  [2J ]0;title "
+
+
 def test_a_pipe_is_no_log(tmp_path: Path) -> None:
     """A pipe is refused as a log, because writing to a pipe would wait for a reader."""
     os.mkfifo(path := tmp_path / "pipe")

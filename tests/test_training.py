@@ -662,8 +662,14 @@ def _flip_a_digit(file: Path) -> None:
     path.write_text(changed)
 
 
+def _pipe(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
 DAMAGES: dict[str, Callable[[Path], None]] = {
     "cut": _cut,
+    "pipe": _pipe,
     "flipped": _flip,
     "empty": lambda file: file.write_bytes(b""),
     "missing": lambda file: file.unlink(),

@@ -6,13 +6,17 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dlscale.core.process import only_writer
+from dlscale.core.progress import job_seconds
 from tests.conftest import ROOT, once
 from tests.waiting import PATIENCE
+from tests.workflow.conftest import Tree
 
 #: Arguments of calls that change results.
 CHANGING = [
@@ -98,3 +102,19 @@ def test_whether_a_call_makes_anything(outcomes: dict[str, tuple[int, str, int]]
     refused = status == 2 and output.splitlines()[-1].startswith(f"results: in use by process {holder} on ")
     assert refused == (words in CHANGING), output
     assert ("in use by" in output) == (words in CHANGING) and "Traceback" not in output, output
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("trap", [Path.symlink_to, lambda file, private: os.mkfifo(file)])
+def test_a_link_or_pipe_in_place_of_a_benchmark_is_replaced(
+    make_tree: Callable[..., Tree], tmp_path: Path, trap: Callable[[Path, Path], Any]
+) -> None:
+    """Another user may create the link or pipe; Snakemake would write the private file, or wait for a reader."""
+    tree = make_tree()
+    (private := tmp_path / "private").write_text("mine")
+    (benchmark := tree.results / "benchmarks/configure/plans/again.tsv").parent.mkdir(parents=True)
+    trap(benchmark, private)
+    plan = tree.results / "plans/again/plan.yaml"
+    done = tree.snakemake("--cores", "1", "--", str(plan.relative_to(tree.path)))
+    assert done.status == 0 and plan.exists(), done.output[-3000:]
+    assert private.read_text() == "mine" and job_seconds(benchmark) is not None

@@ -518,7 +518,7 @@ def read_plan(
     raises `UserError`. With a list `lacking`, such a run is left out instead, and the reason is appended to the list.
     """
     path = Path(path)
-    plan = PlanRecord.checked(read_yaml(path), str(path))
+    plan = PlanRecord.checked(read_yaml(path, linked=False), str(path))
     runs = list[RunResult]()
     try:
         furthest = _furthest(plan, path.parent, rung)
@@ -571,7 +571,7 @@ SHOWN: dict[str, type] = {
 
 def _settings(path: Path) -> Raw:
     """Read a run's settings; raise a `UserError` for a damaged value of `SHOWN`."""
-    found = read_yaml(path)
+    found = read_yaml(path, linked=False)
     for key, kind in SHOWN.items():
         if not isinstance(value := setting(found, key, kind()), kind):
             raise UserError(f"{path}: {key}: got {shorten(repr(value), 60)}; the file is damaged: repeat the run")

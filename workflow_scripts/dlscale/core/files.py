@@ -136,12 +136,12 @@ def remove(path: Path) -> None:
             path.unlink()
 
 
-def read_text(path: str | os.PathLike[str], errors: str = "strict") -> str:
+def read_text(path: str | os.PathLike[str], errors: str = "strict", linked: bool = False) -> str:
     """Read a text file (UTF-8) from a folder that other users may write to.
 
-    Links, pipes and devices are refused (`open_regular`).
+    Refuse pipes, devices and, unless `linked`, links.
     """
-    with open(path, encoding="utf-8", errors=errors, opener=open_regular) as file:
+    with open(no_pipe(path), encoding="utf-8", errors=errors, opener=None if linked else open_regular) as file:
         return file.read()
 
 
@@ -170,9 +170,7 @@ def read_json(path: str | os.PathLike[str]) -> Any:
         return int(number) if number.lstrip("-").isdecimal() else found
 
     try:
-        return json.loads(
-            no_pipe(path).read_text(encoding="utf-8"), parse_constant=finite, parse_float=finite, parse_int=finite
-        )
+        return json.loads(read_text(path), parse_constant=finite, parse_float=finite, parse_int=finite)
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; run the stage that writes it first") from None
     except (OSError, ValueError, RecursionError) as error:
@@ -253,7 +251,7 @@ def written_since(path: Path, moment: float) -> bool:
 
 
 def stamp(path: Path) -> tuple[int, int]:
-    """Return the size (bytes) and the modification time (ns) of a file, to detect changes.
+    """Return the size (bytes) and the modification time (ns) of a file.
 
     For a folder, such as a Zarr store, return the number of files and a digest of their names, sizes and times.
     """
@@ -265,6 +263,6 @@ def stamp(path: Path) -> tuple[int, int]:
 
 
 def sha256(path: str | os.PathLike[str]) -> str:
-    """Return the SHA-256 of a file's content as 64 hexadecimal digits; read the file in blocks."""
-    with open(path, "rb") as file:
+    """Return the SHA-256 of a file's content as 64 hexadecimal digits."""
+    with open(no_pipe(path), "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from dlscale.core.errors import UserError
-from dlscale.core.files import no_pipe
+from dlscale.core.files import read_text
 from dlscale.core.record import Measured, Number, Record
 from dlscale.core.text import unit
 
@@ -138,8 +138,7 @@ def read_epochs(path: Path) -> list[Epoch]:
     """Read `metrics.jsonl`; raise a `UserError` if it is missing, damaged or empty."""
     advice = "delete it and run the train stage again"
     try:
-        no_pipe(path)
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_text(path).splitlines()
         epochs = [Epoch.checked(json.loads(line), f"{path}: line {row}") for row, line in enumerate(lines, 1)]
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; run the train stage first") from None

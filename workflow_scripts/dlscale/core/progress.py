@@ -11,15 +11,15 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Annotated, NamedTuple, TypeVar
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from dlscale.core.errors import UserError
 from dlscale.core.files import read_text
 from dlscale.core.machine import LOG_SECONDS
 from dlscale.core.record import Record
-from dlscale.core.text import duration, number, percent
+from dlscale.core.text import duration, number, percent, shorten
 
 Item = TypeVar("Item")
 
@@ -35,11 +35,11 @@ file: Path | None = None
 class StageStatus(Record):
     """Progress of a running stage, written to a file next to the stage's log."""
 
-    what: str
+    what: Annotated[str, AfterValidator(lambda text: shorten(text, 200))]
     part: bool = False  #: Whether the progress is about one part of the stage, so that other parts may follow.
     done: int = 0
     total: int | None = None  #: Final value of `done`; None if unknown.
-    unit: str = ""
+    unit: Annotated[str, AfterValidator(lambda text: shorten(text, 40))] = ""
     left: float | None = None  #: Estimated time to the end, s.
     values: dict[str, float] = {}  #: Additional numbers by name, such as loss and samples/s.
     host: str = Field(default_factory=socket.gethostname)

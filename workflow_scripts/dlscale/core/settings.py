@@ -15,7 +15,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from dlscale.core.errors import UserError, brief, cut, nearest
-from dlscale.core.files import no_pipe, translate_error, write_text
+from dlscale.core.files import no_pipe, read_text, translate_error, write_text
 from dlscale.core.schema import BOUNDS, NAME, NAME_IN_WORDS, key_paths
 from dlscale.core.text import many
 
@@ -130,11 +130,14 @@ class StringLoader(YamlLoader):
     yaml_implicit_resolvers: ClassVar = {}  # type: ignore[misc]
 
 
-def read_yaml(path: str | Path) -> Raw:
-    """Read a YAML mapping in UTF-8 with `YamlLoader`; raise a `UserError` for any other content."""
+def read_yaml(path: str | Path, linked: bool = True) -> Raw:
+    """Read a YAML mapping in UTF-8 with `YamlLoader`; raise a `UserError` for any other content.
+
+    Unless `linked`, refuse a link.
+    """
     no_pipe(path, "a file of settings")  # after this read, a pipe would be empty for the next reader (Snakemake)
     try:
-        raw = load_yaml(Path(path).read_text(encoding="utf-8-sig"), str(path))
+        raw = load_yaml(read_text(path, linked=linked).removeprefix("\ufeff"), str(path))
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
     except OSError as error:

@@ -19,7 +19,7 @@ from typing import Any
 
 from dlscale.core import board
 from dlscale.core.errors import UserError
-from dlscale.core.files import no_pipe, translate_error
+from dlscale.core.files import read_text, translate_error
 
 #: Module of the sampling process; a stage does not import it.
 SAMPLER = "dlscale.measure.telemetry"
@@ -101,7 +101,7 @@ def read(path: str | Path) -> list[Sample]:
     Return an empty list for a missing or empty file. Ignore an incomplete last line.
     """
     try:
-        lines = no_pipe(path).read_text(encoding="utf-8").splitlines(keepends=True)
+        lines = read_text(path).splitlines(keepends=True)
         return [parse_row(row) for row in csv.DictReader((row for row in lines if row.endswith("\n")), strict=True)]
     except FileNotFoundError:
         return []

@@ -30,7 +30,7 @@ from dlscale.core.paths import Results
 from dlscale.core.process import INTERRUPTED
 from dlscale.core.progress import SUFFIX, StageStatus, job_seconds, place
 from dlscale.core.stages import DATA_STAGES, STAGES, job_name, stage_of
-from dlscale.core.text import NONE, aligned, duration, many, number, percent
+from dlscale.core.text import NONE, aligned, duration, many, number, percent, shorten
 from dlscale.launch import slurm
 from dlscale.measure.records import SAMPLE_RATE
 from dlscale.preflight import cost
@@ -155,14 +155,14 @@ def alive(doing: StageStatus) -> bool:
 
 def last_word(log: Path, stage: str) -> str | None:
     """Return the error message in the last line of a stage's log; None for any other line."""
-    if not log.is_file() or log.name.endswith(SUFFIX):
+    if not log.is_file() or log.is_symlink() or log.name.endswith(SUFFIX):
         return None
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - 4096))
         tail = file.read().decode(errors="replace").splitlines()
     last = next((line for line in reversed(tail) if line.strip()), "")
     start = f"dlscale {stage}: "
-    return last.removeprefix(start) if last.startswith(start) else None
+    return shorten(last.removeprefix(start), 4096) if last.startswith(start) else None
 
 
 def failure(log: Path, stage: str) -> str | None:
@@ -386,10 +386,11 @@ def progress_bar(progress: CallProgress, now: float) -> RenderableType:
     from rich.console import Group
     from rich.progress_bar import ProgressBar
     from rich.table import Table
+    from rich.text import Text
 
     total, jobs = Table.grid(padding=(0, 2)), Table.grid(padding=(0, 2))
     share, *words = progress.total(now)
     total.add_row(share, ProgressBar(1.0, progress.share(now), width=20), *words, f"{len(progress.running)} running")
     for row in progress.each():
-        jobs.add_row(*row)
+        jobs.add_row(*map(Text, row))
     return Group(total, jobs)

@@ -23,7 +23,7 @@ from dlscale.config.records import SweepRecord
 from dlscale.core import registry, text
 from dlscale.core.environment import Environment
 from dlscale.core.errors import UserError
-from dlscale.core.files import no_pipe
+from dlscale.core.files import open_regular, reading
 from dlscale.core.metrics import Metric
 from dlscale.core.settings import flat, nested
 from dlscale.core.stages import RUN_STAGES
@@ -774,9 +774,8 @@ def thumbnail(plan: PlanResult) -> str | None:
     run = next((run for run in (plan.best, *plan.trained) if run and run.prediction), None)
     if run is None or run.prediction is None:
         return None
-    picture(run.prediction)  # refuses a truncated file
-    small = io.BytesIO()
-    with Image.open(run.prediction) as image:
+    content, small = picture(run.prediction)["data"], io.BytesIO()
+    with reading(run.prediction), Image.open(io.BytesIO(base64.b64decode(content))) as image:
         top = image.convert("RGB").crop(
             (0, 0, image.width, min(image.height, int(THUMBNAIL[1] / THUMBNAIL[0] * image.width)))
         )
@@ -787,7 +786,8 @@ def thumbnail(plan: PlanResult) -> str | None:
 
 def picture(path: Path) -> View:
     """Return a PNG file's `width` and `height` in pixels and its content, `data`, in base 64."""
-    content = no_pipe(path).read_bytes()
+    with open(path, "rb", opener=open_regular) as file:
+        content = file.read()
     if content[:8] != b"\x89PNG\r\n\x1a\n" or content[-8:-4] != b"IEND":
         raise UserError(f"{path}: the PNG file is incomplete. Delete the file and run its stage again")
     width, height = struct.unpack(">II", content[16:24])

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from dlscale.config.places import results_of, run_folder
 from dlscale.core import registry, text
 from dlscale.core.errors import UserError, unknown
-from dlscale.core.files import no_pipe
+from dlscale.core.files import no_pipe, open_regular
 from dlscale.core.noise import pooled, standard_errors
 from dlscale.core.paths import Results
 from dlscale.core.settings import read_yaml
@@ -263,7 +263,7 @@ def _profile(name: str, configuration: Configuration | None) -> Summary:
     path = Path(name)
     if path.suffix not in (".sqlite", ".nsys-rep", ".qdrep"):
         folder = run_folder(name, configuration)
-        study = read_yaml(folder / "config.yaml").get("study")
+        study = read_yaml(folder / "config.yaml", linked=False).get("study")
         return replace(read(folder / "profile"), study=study)
     if not path.is_file():
         raise UserError(f"{name}: no such file")
@@ -286,9 +286,8 @@ def read(folder: Path) -> Summary:
 
 def read_rows(file: Path) -> list[TopEntry]:
     """Read the rows of a `profile_summary.csv`; raise `UserError` if the file is missing, damaged or empty."""
-    no_pipe(file)
     try:
-        with file.open(newline="", encoding="utf-8") as lines:
+        with open(no_pipe(file), newline="", encoding="utf-8", opener=open_regular) as lines:
             each = enumerate(map(unescape_formulas, csv.DictReader(lines)), 1)
             rows = [TopEntry.checked(row, f"{file}: row {number}") for number, row in each]
     except FileNotFoundError:

@@ -134,20 +134,22 @@ def draw(found: pd.DataFrame, path: Path) -> None:
 
     A speed is relative to the first measurement of the run on the same device.
     """
+    import matplotlib
     from matplotlib.dates import date2num
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 5), layout="constrained")
-    axes = figure.add_subplot()
     every = found.assign(speed=found.samples_per_second.fillna(found.steps_per_second))
     every["unit"] = found.samples_per_second.isna()
-    for (run, device, _), rows in every[found.time != ""].groupby(["run", "device", "unit"], sort=False):
-        first, days = rows.speed.iloc[0], date2num([dt.datetime.fromisoformat(time) for time in rows.time])
-        errors = (rows.interval / first).fillna(0.0)
-        axes.errorbar(days, rows.speed / first, errors, marker="o", capsize=3, label=f"{run}, {device}")
-    axes.xaxis_date()
-    axes.axhline(1.0, color="0.6", linewidth=1)
-    axes.set(xlabel="measured (UTC)", ylabel="speed, relative to the first measurement")
-    axes.tick_params(axis="x", rotation=30)
-    axes.legend(fontsize="small")
-    save_png(figure, path, dpi=100)
+    with matplotlib.rc_context({"text.parse_math": False}):  # draw `$` in the name of a run or device as text
+        figure = Figure(figsize=(9, 5), layout="constrained")
+        axes = figure.add_subplot()
+        for (run, device, _), rows in every[found.time != ""].groupby(["run", "device", "unit"], sort=False):
+            first, days = rows.speed.iloc[0], date2num([dt.datetime.fromisoformat(time) for time in rows.time])
+            errors = (rows.interval / first).fillna(0.0)
+            axes.errorbar(days, rows.speed / first, errors, marker="o", capsize=3, label=f"{run}, {device}")
+        axes.xaxis_date()
+        axes.axhline(1.0, color="0.6", linewidth=1)
+        axes.set(xlabel="measured (UTC)", ylabel="speed, relative to the first measurement")
+        axes.tick_params(axis="x", rotation=30)
+        axes.legend(fontsize="small")
+        save_png(figure, path, dpi=100)

@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from dlscale.config.places import check_plans, results_of
 from dlscale.core.environment import Environment
 from dlscale.core.errors import UserError
-from dlscale.core.files import atomic_write, irregular, sha256
+from dlscale.core.files import atomic_write, irregular, read_json, sha256
 from dlscale.core.fingerprint import WORKFLOW
 from dlscale.core.paths import Results
 from dlscale.core.record import Record
@@ -50,6 +50,8 @@ PROFILES = {
     "https://w3id.org/workflowhub/workflow-ro-crate/1.0": "Workflow RO-Crate",
 }
 TERMS = "https://w3id.org/ro/terms/workflow-run"
+#: Keys of records whose values are commands or environment variables.
+RECORDED = ("command", "variables", "environment")
 
 #: Version of Croissant, the format of descriptions of data (https://docs.mlcommons.org/croissant).
 CROISSANT = "http://mlcommons.org/croissant/1.1"
@@ -161,7 +163,9 @@ class Crate:
             if path.suffix in (".png", ".pt"):
                 continue
             record = read_yaml(path) if path.name == "config.yaml" else {}
-            if has_secret(path.read_text(encoding="utf-8", errors="replace")) or redact_programs(record) != record:
+            recorded = _recorded(read_json(path)) if path.suffix == ".json" else []
+            secret = redact_programs(record) != record or redact(recorded) != recorded
+            if secret or has_secret(path.read_text(encoding="utf-8", errors="replace")):
                 raise UserError(
                     f"{path.relative_to(folder)}: contains an address with a login or a signature, or a program's "
                     "secret, which a crate would publish. Make the results again with the workflow, which redacts "
@@ -271,7 +275,7 @@ class Crate:
         return self.tools[stage]
 
     def _value(self, key: str, value: Any) -> Any:
-        text = redact(hidden_in(value if isinstance(value, str) else json.dumps(value)))
+        text = redact({key: hidden_in(value if isinstance(value, str) else json.dumps(value))})[key]
         digest = hashlib.sha256(f"{key}={text}".encode()).hexdigest()[:12]
         return self.add(f"#environment-{digest}", "PropertyValue", name=key, value=text)
 
@@ -412,6 +416,13 @@ class Crate:
             self.add(place, "CreativeWork", name=name, version=place.rpartition("/")[2])
             for place, name in PROFILES.items()
         ]
+
+
+def _recorded(value: Any) -> list[Any]:
+    """Return all commands and environment variables in a record."""
+    if isinstance(value, dict):
+        return [found for key, each in value.items() for found in ([each] if key in RECORDED else _recorded(each))]
+    return [found for each in value for found in _recorded(each)] if isinstance(value, list) else []
 
 
 def _one(value: Any) -> Any:

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -18,7 +19,8 @@ from typing import Any
 
 import psutil
 
-from dlscale.core.files import make_folder, read_text, remove, write_json, write_text
+from dlscale.core.errors import UserError
+from dlscale.core.files import make_folder, open_regular, read_text, remove, write_json, write_text
 from dlscale.extensions.hangs.finding import ENDED, GONE, RUNNING, SILENT, STOPPED, Process, line_of, waiting
 from dlscale.extensions.hangs.inside import ASK, REPORT, STACKS, TICK, catches_quit, process_scope
 
@@ -69,7 +71,7 @@ def collect(steps: Path, program: int, statuses: Mapping[int, dict[str, Any]], e
     """
     family = family_of(program)
     stopped = {pid for pid in family if _is_stopped(pid)}
-    own = {pid: file for file in steps.glob(f"{STACKS}.*") if (pid := int(file.suffix[1:])) in family}
+    own = {pid: file for file in _files(steps, STACKS) if (pid := int(file.suffix[1:])) in family}
     sizes = {pid: file.stat().st_size for pid, file in own.items()}
     away = {pid for pid, each in statuses.items() if each["place"] != process_scope() and not each.get("ended")}
     reports = request_reports(steps, (own.keys() - stopped) | away)
@@ -79,7 +81,7 @@ def collect(steps: Path, program: int, statuses: Mapping[int, dict[str, Any]], e
     for pid in mute:
         _dump(pid)
     _until(dumps.are_complete, SIGNALLED)
-    stacks = {pid: file.read_bytes()[sizes[pid] :].decode(errors="replace") for pid, file in own.items()}
+    stacks = {pid: _after(file, sizes[pid]) for pid, file in own.items()}
     stacks |= {int(child): text for each in reports.values() for child, text in each.get("children", {}).items()}
     stacks |= _spied([pid for pid in family - stopped if _is_python(pid) and not stacks.get(pid)][:MAX_SPIED])
     stacks = {pid: text for pid, text in stacks.items() if text}
@@ -123,12 +125,25 @@ def request_reports(steps: Path, expected: Collection[int]) -> dict[int, dict[st
 
     def has_all() -> bool:
         # Clocks of nodes may differ, so the file's time counts, not the time in the report.
-        new = [file for file in steps.glob(f"{REPORT}.*[0-9]") if file.stat().st_mtime > begin - TICK]
+        new = [file for file in _files(steps, REPORT) if file.stat().st_mtime > begin - TICK]
         found.update({each["pid"]: each for file in new if (each := read(file))})
         return all(found.get(pid, {}).get("complete") for pid in expected)
 
     _until(has_all, ANSWER)
     return found
+
+
+def _files(steps: Path, name: str) -> list[Path]:
+    """Return the files NAME.HOST.PID; skip links and pipes, because another user may have created them."""
+    named = [path for path in steps.glob(f"{name}.*") if re.fullmatch(r"\.\d{1,18}", path.suffix, re.ASCII)]
+    return [path for path in named if path.is_file() and not path.is_symlink()]
+
+
+def _after(file: Path, size: int) -> str:
+    with contextlib.suppress(OSError, UserError), open(file, "rb", opener=open_regular) as stacks:
+        stacks.seek(size)
+        return stacks.read().decode(errors="replace")
+    return ""
 
 
 def _dump(pid: int) -> None:

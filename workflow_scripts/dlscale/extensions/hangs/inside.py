@@ -120,6 +120,11 @@ def main_line() -> str:
     return line(frames(_frames().get(threading.main_thread().ident or 0)))
 
 
+def open_own(file: str, flags: int) -> int:
+    """Open a file without following a link or waiting for a pipe, which another user may have created."""
+    return os.open(file, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+
+
 class Reporter:
     """Thread that writes the time since the last step or batch of a process, and a report on request.
 
@@ -157,7 +162,7 @@ class Reporter:
 
     def _open(self) -> None:
         """Make SIGQUIT write stacks; a forked child uses its parent's file until it records a step itself."""
-        low = os.open(self._file(STACKS), os.O_CREAT | os.O_APPEND | os.O_RDWR | os.O_CLOEXEC, 0o666)
+        low = open_own(self._file(STACKS), os.O_CREAT | os.O_APPEND | os.O_RDWR | os.O_CLOEXEC)
         # Use a high descriptor: if a program closes all descriptors, its next files get the lowest ones.
         self._stacks = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, 500)
         os.close(low)
@@ -194,7 +199,7 @@ class Reporter:
 
     def _write(self, name: str, content: dict[str, Any]) -> None:
         file = self._file(name)
-        with open(f"{file}.new", "w") as out:
+        with open(f"{file}.new", "w", opener=open_own) as out:
             json.dump(content, out)
         os.replace(f"{file}.new", file)
 

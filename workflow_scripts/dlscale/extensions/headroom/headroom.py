@@ -23,6 +23,7 @@ from pathlib import Path
 
 from dlscale.config.run import load_run
 from dlscale.core.errors import UserError, brief
+from dlscale.core.files import read_text
 from dlscale.core.machine import free_memory
 from dlscale.core.noise import interval
 from dlscale.core.text import duration
@@ -237,7 +238,7 @@ def measure_pace(copy: KeptProgram, steps: Path) -> tuple[int, float]:
 
 def _number(steps: Path) -> int:
     """Return the maximum over the processes of the number of used batches."""
-    found = (re.match(r"\d{1,18} ", file.read_text(errors="replace")) for file in steps.glob("turns.*.now"))
+    found = (re.match(r"\d{1,18} ", read_text(file, errors="replace")) for file in steps.glob("turns.*.now"))
     return max((int(number[0]) for number in found if number), default=0)
 
 
@@ -246,7 +247,7 @@ def _rows(steps: Path) -> list[list[str]]:
     found = list[list[str]]()
     for file in steps.glob("turns.*"):
         if file.suffix not in (".now", ".new"):
-            lines = file.read_text(errors="replace").split("\n")
+            lines = read_text(file, errors="replace").split("\n")
             whole = (line for line in lines[:-1] if re.fullmatch(r"(\d{1,18} ){3}\d{1,9}\.\d+( \d{1,18}){4}", line))
             found += [line.split() for line in whole]
     return found
@@ -272,7 +273,7 @@ def _wait(copy: KeptProgram, steps: Path, done: Callable[[], bool]) -> None:
         status = copy.poll()
         for file in (steps / scratch.REASON, steps / replay.UNSUPPORTED):
             if file.exists():
-                raise NoHeadroom(file.read_text())
+                raise NoHeadroom(read_text(file))
         if status is not None and not done():
             raise NoHeadroom(_ended(status, steps))
         if (now := _number(steps)) != before:

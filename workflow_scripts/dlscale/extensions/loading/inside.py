@@ -124,7 +124,9 @@ class ProcessSums:
                 "loaders": list(self._loaders.values()),
                 "arrays": [{**each, "files": len(each["files"])} for each in list(self._arrays.values())],
             }
-            place = open_file(self._file + ".new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+            # Refuse a link, and a pipe without a reader, because another user may have created them.
+            own = os.O_NOFOLLOW | os.O_NONBLOCK
+            place = open_file(self._file + ".new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | own, 0o666)
             try:
                 write_file(place, json.dumps(content).encode())
             finally:

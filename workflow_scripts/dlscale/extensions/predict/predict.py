@@ -99,7 +99,7 @@ def read(folders: Sequence[Path], machine: str | None, storage: float) -> Measur
             raise UserError(f"{path}: parallel.sync is false, so the run does not average gradients. Name another run")
         if (order := here.geometry.order) != Geometry().order:
             raise UserError(f"{path}: geometry.order: got {order}; only {Geometry().order} can be predicted")
-        measured, raw = read_measured(path), read_yaml(path / "config.yaml")
+        measured, raw = read_measured(path), read_yaml(path / "config.yaml", linked=False)
         if measured is None and not (path / "metrics.jsonl").exists():
             raise UserError(
                 f"{path}: no measured throughput and no training. Add `throughput` to the plan's key `measure`, and "

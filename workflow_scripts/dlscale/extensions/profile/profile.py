@@ -19,7 +19,7 @@ from dlscale.config.run import Profile as Settings
 from dlscale.config.run import load_run
 from dlscale.core import registry
 from dlscale.core.errors import UserError, brief
-from dlscale.core.files import atomic_write
+from dlscale.core.files import atomic_write, write_text
 from dlscale.core.text import escape_formula, many
 from dlscale.extensions.profile.lines import LineProfiler
 from dlscale.extensions.profile.memory import measure as measure_memory
@@ -66,7 +66,8 @@ def write(record: Profile, rows: list[TopEntry], folder: Path) -> None:
     """Write the record of a profile, and the CSV file with all rows of its summary."""
     record.write(folder / "profile.json")
     table = pd.DataFrame([row.model_dump() for row in rows], columns=list(TopEntry.model_fields))
-    table.map(escape_formula).to_csv(folder / "profile_summary.csv", index=False, float_format="%.6g")
+    text = table.map(escape_formula).to_csv(index=False, float_format="%.6g")
+    write_text(folder / "profile_summary.csv", text)
 
 
 def measure(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import queue
 import re
 import signal
@@ -394,8 +395,13 @@ class Finder:
             else:
                 self.found[name].append((when, number))
                 if self._record:
-                    with contextlib.suppress(OSError), self._record.open("ab") as file:
+                    with contextlib.suppress(OSError), open(self._record, "ab", opener=_open_own) as file:
                         file.write(line)
+
+
+def _open_own(file: str, flags: int) -> int:
+    # Refuse a link, and a pipe without a reader, because another user may have created them.
+    return os.open(file, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
 
 def main() -> None:

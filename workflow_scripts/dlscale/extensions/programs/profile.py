@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from dlscale.core.errors import UserError, brief
+from dlscale.core.files import atomic_write, open_regular, write_text
 from dlscale.core.machine import command_output
 from dlscale.core.record import Measured, Positive, Record
 from dlscale.core.text import aligned, percent
@@ -187,7 +188,8 @@ class Profilers:
             reason = window["problem"] if window else short if there else "no optimiser of PyTorch was seen"
             return ProfiledTool(name="torch", problem=reason), []
         try:
-            trace = window["trace"].read_bytes()
+            with open(window["trace"], "rb", opener=open_regular) as file:
+                trace = file.read()
             events = read(json.loads(trace)["traceEvents"])
             tool, rows = summarise(events, "torch")
         except Exception as error:
@@ -196,7 +198,8 @@ class Profilers:
         if window["cuda"] and not device:
             return ProfiledTool(name="torch", problem=REFUSED), []
         kept = self._folder / "torch.rank0.json.gz"
-        kept.write_bytes(gzip.compress(trace, 3))
+        with atomic_write(kept) as temporary:
+            temporary.write_bytes(gzip.compress(trace, 3))
         before, after = _around(window, processes)
         cost = overhead(before, window["seconds"], after) if before and window["seconds"] and after else None
         known = {"version": window["version"], "overhead": cost, "files": {"trace, for Perfetto": kept.name}}
@@ -220,7 +223,7 @@ class Profilers:
             seconds_per_step=seconds if steps else None,
             files={"flame graph": picture.name, "stacks, for speedscope": self._stacks.name},
         )
-        picture.write_text(flames(stacks))
+        write_text(picture, flames(stacks))
         return tool, functions(stacks, processes, seconds)
 
 
@@ -255,7 +258,7 @@ def read_stacks(path: Path) -> list[Stack]:
     Each line consists of `process 1:"sh";process 2:"python";thread (2): NAME;…` and the number of samples.
     """
     found = list[Stack]()
-    with path.open(encoding="utf-8", errors="replace") as lines:
+    with open(path, encoding="utf-8", errors="replace", opener=open_regular) as lines:
         for line in lines:
             head, _, rest = line.rstrip("\n").rpartition(";thread (")
             text, _, count = rest.rpartition(" ")

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from dlscale.core.errors import UserError
-from dlscale.core.files import open_regular
+from dlscale.core.errors import UserError, brief
+from dlscale.core.files import open_regular, read_text
 from dlscale.core.noise import interval
 from dlscale.extensions.programs.settings import RATES
 
@@ -235,8 +235,13 @@ def without_validations(process: Process) -> Process:
 
 def stopped(folder: Path) -> str | None:
     """Return the reason why a process stopped taking notes of its steps; None if no process stopped."""
-    reasons = [path.read_text(errors="replace").partition(" ")[2] for path in sorted(folder.glob("stopped.*"))]
-    return next((reason.strip() or "the steps could not be written; the disk may be full" for reason in reasons), None)
+    for path in sorted(folder.glob("stopped.*")):
+        try:
+            reason = read_text(path, errors="replace").partition(" ")[2].strip()
+        except (OSError, UserError) as error:  # another user may have created a link or pipe
+            reason = brief(error)
+        return reason or "the steps could not be written; the disk may be full"
+    return None
 
 
 class Tail:

@@ -21,6 +21,8 @@ from typing import Any
 # Keep the original functions, because a program may replace them in their modules.
 clock, computed, now_utc, getpid = time.perf_counter, time.process_time, time.time, os.getpid
 open_file, write_file, close_file = os.open, os.write, os.close
+#: Flags that refuse a link, and a pipe without a reader: another user may have created them in the folder of steps.
+OWN = os.O_NOFOLLOW | os.O_NONBLOCK
 
 #: Environment variable: folder into which measured processes write their steps.
 FOLDER = "DLSCALE_STEPS"
@@ -225,7 +227,7 @@ def append(file: str, text: str) -> None:
 
     The file is opened for each text, because a program that becomes a daemon closes all files.
     """
-    place, data = open_file(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666), text.encode()
+    place, data = open_file(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | OWN, 0o666), text.encode()
     try:
         if write_file(place, data) < len(data):
             raise OSError("the disk is full")

@@ -182,7 +182,7 @@ def shard_digests(folder: str, shards: int) -> list[str]:
 
 def packed(pack: Path) -> str | None:
     """Return the digest of the files from which a pack was made; None if the pack is missing or has no digest."""
-    with contextlib.suppress(OSError), h5py.File(pack) as file:
+    with contextlib.suppress(OSError), h5py.File(no_pipe(pack)) as file:
         return file.attrs.get("files")
     return None
 
