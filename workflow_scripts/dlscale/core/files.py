@@ -139,9 +139,9 @@ def remove(path: Path) -> None:
 def read_text(path: str | os.PathLike[str], errors: str = "strict", linked: bool = False) -> str:
     """Read a text file (UTF-8) from a folder that other users may write to.
 
-    Refuse pipes, devices and, unless `linked`, links.
+    Refuse links, pipes and devices, unless `linked`.
     """
-    with open(no_pipe(path), encoding="utf-8", errors=errors, opener=None if linked else open_regular) as file:
+    with open(path, encoding="utf-8", errors=errors, opener=None if linked else open_regular) as file:
         return file.read()
 
 
