@@ -234,6 +234,7 @@ def test_a_mistake_is_reported_once_where_it_was_written(mistake: str, place: An
             ("a new dataset needs kind (did you mean 'box'?)",),
         ),
         ({"results": "out/{run}"}, "results", ("expected to match",)),
+        ({"results": "-n"}, "results", ("expected to match",)),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

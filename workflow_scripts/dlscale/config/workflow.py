@@ -279,7 +279,7 @@ class Workflow(Strict):
     # Normalised, because Snakemake normalises its paths and would not recognise `./out/`.
     results: Annotated[str, AfterValidator(posixpath.normpath)] = Field(
         "results",
-        pattern=r"^[^{}*?\[\]\n]+$",  # braces and stars are wildcards to Snakemake
+        pattern=r"^[^-{}*?\[\]\n][^{}*?\[\]\n]*$",  # wildcards of Snakemake; a leading dash is an option
         description="Folder for all results.",
     )
 
