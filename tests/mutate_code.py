@@ -856,8 +856,8 @@ MUTATIONS = [
     Mutation(
         "compared_the_wrong_way",
         "extensions/compare/compare.py",
-        "measured_apart(after, before, looks=looks)",
-        "measured_apart(before, after, looks=looks)",
+        "over(after, before, looks=looks)",
+        "over(before, after, looks=looks)",
         "test_compare.py::test_two_results_are_compared_run_by_run",
     ),
     Mutation(

@@ -175,6 +175,21 @@ def test_a_ratio_without_a_meaning_is_not_shown() -> None:
     assert not SpeedUp(math.log(2), math.inf).unknown, "single trials have no interval"
 
 
+def test_compare_of_two_runs_of_a_plan_is_the_plans_paired_timing(results: Results) -> None:
+    """Other programs disturbed the separate speeds, which say the opposite."""
+    timed(results, "first", 50, None, compute="first")
+    timed(results, "second", 100, noisy(0.74))
+    first, second = plan_of(results, "first", "second").runs
+    for run in (first, second):
+        vars(run)["foreign_cpu_fraction"] = vars(run)["foreign_load"] = 0.8  # replaces cached properties
+    found = change("p.first -> p.second", first, second)["speed"]
+    assert found["ratio"] == pytest.approx(0.74) and found["interval"][1] < 0.8
+    elsewhere = replace(second, folder=second.folder.parents[1] / "q/second")
+    vars(elsewhere)["foreign_cpu_fraction"] = vars(elsewhere)["foreign_load"] = 0.8
+    found = change("p.first -> q.second", first, elsewhere)["speed"]
+    assert found["ratio"] is found["interval"] is None and "not known" in found["words"]
+
+
 def test_separate_speeds_of_a_busy_machine_have_no_ratio(results: Results) -> None:
     """The trials agree, but another program slowed the second run. Paired timing slows both runs alike."""
     for name, speed in (("first", 100.0), ("second", 50.0)):

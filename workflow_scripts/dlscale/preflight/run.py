@@ -48,8 +48,8 @@ options:
                          (also --workflow-profile)
   --configfile FILE ...  YAML files that override config.yaml
 
-Other options are Snakemake's (`snakemake --help`). Write them last: dlscale passes every word after them to Snakemake,
-except --config, --configfile and their values. Example: dlscale run PLAN --cores 4
+Other options are Snakemake's (`snakemake --help`). Write them after all other words.
+Example: dlscale run PLAN --cores 4
 """
 
 #: Pattern of a setting KEY=VALUE with a dotted key. A file path with `=` does not match, because a slash precedes `=`.

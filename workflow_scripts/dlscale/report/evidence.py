@@ -183,10 +183,12 @@ def bound(throughput: Throughput | None) -> Bound | None:
     loading = None
     slower_part = "loading" if slower is modes[0] else "computing"
     reaches = f"{percent(share)} of {slower_part} alone, the slower of the two"
-    deviation = max(each.std / each.mean for each in modes)
+    deviation, part = max(
+        (each.std / each.mean, name) for each, name in zip(modes, ("Loading", "Computing", "Training"), strict=True)
+    )
     if deviation > MAX_DEVIATION:
         what, key, reaches = UNKNOWN, "both", f"{number(full)} samples/s"
-        advice = f"One of these rates varies by {percent(deviation)} between trials. Measure again on an idle machine."
+        advice = f"{part} varies by {percent(deviation)} between trials. Measure again on an idle machine."
     elif full - slower.mean > max(
         MAX_EXCESS_FRACTION * slower.mean, *(spread(each) * each.mean for each in (slower, modes[2]))
     ):

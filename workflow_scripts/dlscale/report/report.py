@@ -214,15 +214,13 @@ def _field(name: str, field: str, info: FieldInfo) -> Table:
     columns = [
         ("", "channel", [cell(channel) for channel in info.channels]),
         ("", "physical unit", [cell(text.unit(of) or "1") for of in info.units]),
-        ("", "model sees", [cell(_formula(transform)) for transform in info.transforms]),
+        ("", "model sees", [cell(formula) for formula in (formulas := [_formula(each) for each in info.transforms])]),
     ]
     known = {"mean": info.mean, "standard deviation": info.std, "minimum": info.minimum, "maximum": info.maximum}
     shown = partial(text.number, digits=4)
     columns += [("", heading, [cell(value, shown) for value in values or []]) for heading, values in known.items()]
-    caption = (
-        f"{field}, {grid}. Statistics are of the training part, in "
-        f"{'physical' if info.stored == 'physical' else 'model'} units. The model sees the transformed values."
-    )
+    units = ", in physical units" if info.stored == "physical" else ", in model units"
+    caption = f"{field}, {grid}. Statistics are of the training part{units * any(x != 'x' for x in formulas)}."
     return table(columns, caption, f"Channels of {field}, {name}", sortable=False)
 
 

@@ -229,8 +229,8 @@ def _fastest(plan: PlanResult) -> tuple[Group, list[Group], list[Group], bool] |
     groups = [group for group in speeds.groups if group.runs[0] in measured]
     if not groups:
         return None
-    # If other programs disturbed a measurement, the first group is the group with the highest rate.
-    known = len(groups) == 1 or not any(run.foreign_cpu_fraction for group in groups for run in group.runs)
+    # If other programs disturbed separate measurements, the first group is the group with the highest rate.
+    known = not any(group.gain.disturbed for group in groups if group.gain)
     best, like = speeds.fastest(groups) if known else (max(groups, key=lambda group: group.speed), [])
     return best, like, groups, known
 
@@ -274,7 +274,7 @@ def speed(plan: PlanResult) -> View | None:
                 "label": _label(group),
                 "id": plan.anchor(group.runs[0]),
                 "speed": group.speed,
-                "share": ratios[id(group)] / greatest,
+                "share": 0.0 if group.gain and group.gain.unknown else ratios[id(group)] / greatest,
                 "ratio": ratios[id(group)],
                 "gain": group.gain,
                 "fastest": group is fastest and known,

@@ -13,7 +13,7 @@ import json
 import math
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -118,11 +118,15 @@ def _is_comparable(run: RunResult, other: RunResult) -> bool:
 def measured_apart(
     run: RunResult, other: RunResult, floor: float = MIN_LOG_DIFFERENCE, looks: int = 1
 ) -> SpeedUp | None:
-    """Return the ratio of two separately measured speeds; None if unknown or not comparable."""
+    """Return the ratio of two separately measured speeds; None if unknown or not comparable.
+
+    If other programs slowed one of the runs, the ratio has an infinite error.
+    """
     if not (run.speed and other.speed and _is_comparable(run, other)):
         return None
-    errors = (spread_of(each, looks) for each in (run, other))
-    return SpeedUp(math.log(run.speed / other.speed), math.hypot(*errors, floor))
+    disturbed = bool(run.foreign_cpu_fraction or other.foreign_cpu_fraction)
+    error = math.inf if disturbed else math.hypot(spread_of(run, looks), spread_of(other, looks), floor)
+    return SpeedUp(math.log(run.speed / other.speed), error, disturbed)
 
 
 # ---- paired timing -----------------------------------------------------------------------------------
@@ -172,9 +176,7 @@ class SpeedUps:
         if run is other:
             return SpeedUp(0.0, 0.0) if run.speed else None
         apart = measured_apart(run, other, self.separate_floor, looks)
-        # Other programs slow both runs of a paired timing alike, but not the runs of separate timings.
-        if apart and (run.foreign_cpu_fraction or other.foreign_cpu_fraction):
-            apart = replace(apart, error=math.inf, disturbed=True)
+        # Other programs slow both runs of a paired timing alike.
         return apart and (self._in_turns(run, other, self.floor, looks) or apart)
 
     @cached_property

@@ -50,7 +50,7 @@ def disturbance(runs: Sequence[RunResult], call: str = "snakemake") -> Disturban
     return Disturbance(
         "busy machine",
         _load(foreign, len(runs), "other programs", "was measured" if len(foreign) == 1 else "were measured"),
-        "These rates are probably too low, and speed-ups between the runs are unknown. Measure again on an idle machine"
+        "These rates are probably too low; only speed-ups with ± are known. Measure again on an idle machine"
         + (f": {call} --force {shlex.join(files)}" if files else "."),
     )
 

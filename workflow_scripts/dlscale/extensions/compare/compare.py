@@ -30,7 +30,7 @@ from dlscale.extensions.compare.terminal import show
 from dlscale.measure.profilers import Profile, TopEntry
 from dlscale.measure.records import SAMPLE_RATE, STEP_RATE
 from dlscale.report.figures import Cell, Table, cell, table
-from dlscale.report.speedup import MIN_PAIRED_LOG_DIFFERENCE, SpeedUp, measured_apart, paired_ratio
+from dlscale.report.speedup import MIN_PAIRED_LOG_DIFFERENCE, SpeedUp, SpeedUps, measured_apart, paired_ratio
 from dlscale.results import RECORDS, RunResult, changes, environment_changes, read_plan, read_run
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def of_results(args: argparse.Namespace, configuration: Configuration | None) ->
         names = " and ".join(args.results)
         raise UserError(
             f"{names}: --gate cannot compare any run. Expected a run that was timed at least twice in both results, "
-            "with the same work on the same device"
+            "with the same work on the same device, without other programs beside it"
         )
     if args.json:
         print(json.dumps({"runs": found, "alone": lone}, indent=2))
@@ -135,8 +135,9 @@ def change(key: str, before: RunResult, after: RunResult, looks: int = 1) -> dic
     """Return the changes of a run, as JSON values; `looks` comparisons widen the intervals."""
     names = [run.device.name for run in (before, after)]
     elsewhere = all(names) and names[0] != names[1]
+    over = SpeedUps([before, after]).over if before.folder.parent == after.folder.parent else measured_apart
     speeds = {
-        "speed": None if elsewhere else measured_apart(after, before, looks=looks),
+        "speed": None if elsewhere else over(after, before, looks=looks),
         "over_first": None if elsewhere else relative_to_first(after, before, looks),
     }
     # Only a comparison of equal work with a finite interval can show a slower run; a single trial has no interval.
@@ -166,8 +167,9 @@ def change(key: str, before: RunResult, after: RunResult, looks: int = 1) -> dic
 
 
 def _plain(found: SpeedUp) -> dict[str, Any]:
+    ratio = None if found.unknown else found.ratio
     ends = [found.low, found.high] if math.isfinite(found.error) else None
-    return {"ratio": found.ratio, "interval": ends, "noise": found.noise, "words": found.words}
+    return {"ratio": ratio, "interval": ends, "noise": found.noise, "words": found.words}
 
 
 def _pair(values: list[Any], shown: Callable[[Any], str]) -> Cell:

@@ -101,7 +101,7 @@ def _row(measured: tuple[str, str, str, RunResult], before: RunResult | None) ->
         "steps_per_second": speed if run.unit == STEP_RATE else math.nan,
         "interval": speed * error if math.isfinite(error) else math.nan,
         "over_before": over.words if over else None,
-        "ratio": over.ratio if over else math.nan,
+        "ratio": over.ratio if over and not over.unknown else math.nan,
         "differs": ", ".join(environment_changes(before, run)) if before else None,
     }
 

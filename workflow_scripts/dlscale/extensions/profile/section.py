@@ -153,8 +153,8 @@ def _about(sample: bool, steps: Sequence[StepTime]) -> str:
         else "The number is the sum of the parts. Without a profiler, a step may be shorter."
     )
     unexplained = (
-        " For a run without a profile, the parts follow from the run's speeds: computing takes as long as computing "
-        "alone, and waiting for data at most as long as loading alone. The remaining time is unexplained."
+        " Without a profile, the parts are estimates: the computing is a step of computing alone. The wait for data is "
+        "the rest, but not longer than loading alone. What then remains is unexplained."
     )
     return said + unexplained * any("unexplained" in each.parts for each in steps)
 

@@ -81,9 +81,10 @@ def main(args: argparse.Namespace) -> None:
     asked = signal.SIGTERM in ended.signals or (ended.status and (ended.signals or ended.status - 128 in FORWARDED))
     if ended.status or asked:
         what = f"the program ended with status {ended.status} after {duration(ended.seconds)}"
-        # srun and torchrun end the other processes if one fails, and may then report the status of these processes.
-        reason = "as a signal requested" if ended.signals else "perhaps because another of its processes failed first"
-        what += f", {reason}" * bool(asked)
+        if ended.signals:
+            what = f"a signal ended the program after {duration(ended.seconds)} (status {ended.status})"
+        elif asked:  # srun and torchrun end the other processes if one fails, and may then report their status
+            what += ", perhaps because another of its processes failed first"
         if asked and resumes(run.program, keep):
             raise Stopped(f"{what}. Run the stage again: the program resumes from {keep}")
         raise UserError(f"{what}. The program's last lines are in the log")
