@@ -220,7 +220,7 @@ def line(plan: PlanResult) -> str:
 
 
 def _fastest(plan: PlanResult) -> tuple[Group, list[Group], list[Group], bool] | None:
-    """Return the fastest group of runs, the groups equally fast within noise, all groups, and whether this is known.
+    """Return the fastest group of runs, groups equally fast within noise, all groups, and whether the fastest is known.
 
     Return None without speeds.
     """
@@ -229,7 +229,7 @@ def _fastest(plan: PlanResult) -> tuple[Group, list[Group], list[Group], bool] |
     groups = [group for group in speeds.groups if group.runs[0] in measured]
     if not groups:
         return None
-    # If other programs disturbed a measurement, the first group is the group with the highest rate.
+    # If other programs disturbed a measurement, the fastest group is unknown: return the group with the highest rate.
     known = len(groups) == 1 or not any(run.foreign_cpu_fraction for group in groups for run in group.runs)
     best, like = speeds.fastest(groups) if known else (max(groups, key=lambda group: group.speed), [])
     return best, like, groups, known
