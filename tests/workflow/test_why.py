@@ -110,7 +110,7 @@ def test_dlscale_run_passes_arguments_to_snakemake(make_tree: Callable[..., Tree
     # Ignore the line about the profile and the free space, because other programs change the free space.
     free = re.compile(r"^Using .*\n|space: \S+ .?B of", re.MULTILINE)
     assert free.sub("", typed.stderr) == free.sub("", told.stderr) and typed.stdout == told.stdout
-    assert why(typed.stderr)[0].startswith("data years (") and typed.stderr.endswith("because none has run here\n")
+    assert why(typed.stderr)[0].startswith("data years (") and typed.stderr.endswith("no such job has run here\n")
     assert why(tree.shell(f"{run} plan_era5 -n training.epochs=3 --cores 1").stderr) == why(typed.stderr)
 
 

@@ -50,7 +50,7 @@ plans:
 YAML
 ends 0 dlscale run -n "${mine[@]}"
 says 'Why:'
-says 'none has run here'
+says 'no such job has run here'
 says 'data small (preprocess, assemble, describe, preview): never made'
 says 'first.{faster, reference} (train, throughput): never made'
 ends 0 snakemake "${mine[@]}"

@@ -262,15 +262,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm may send the signal more than once
         return _fail(terminal, name, STOPPED if isinstance(ended, Stopped) else process.LOST, ended)
     except KeyboardInterrupt:
-        return _fail(sys.stderr, name, INTERRUPTED, process.INTERRUPTED)  # with a log, only to the log
+        return _fail(sys.stderr, name, INTERRUPTED, process.INTERRUPTED)  # with --log, stderr is the log
     except Exception as error:
         if isinstance(error, BrokenPipeError) and args.stage not in STAGES:  # such as `... | head`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python still flushes it at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes sys.stdout at exit
             return 128 + signal.SIGPIPE  # the status that a shell reports for a closed pipe
         expected = translate_error(error, "") if isinstance(error, OSError) else error
         if isinstance(expected, UserError):
             return _fail(terminal, name, USER_ERROR, str(expected).removeprefix(": "))
-        # The system's loader reports an ImportError if a library finds no memory.
+        # This ImportError is the dynamic linker's report of too little memory for a library.
         if isinstance(error, MemoryError) or "failed to map segment" in str(error):
             return _fail(
                 *(terminal, name, USER_ERROR),
@@ -376,7 +376,7 @@ def _watched(args: argparse.Namespace) -> contextlib.AbstractContextManager[None
 
 @contextlib.contextmanager
 def _near(args: argparse.Namespace) -> Iterator[None]:
-    """Let a run, and the first run in paired timing, read copies of data on this node if their loaders use copies."""
+    """Prepare the data of a run and of the first run in paired timing, and let `args` name their copies, if any."""
     with contextlib.ExitStack() as copies:
         if STAGES[args.stage].scope == "run" and not read_settings(args.config)[0].get("program"):
             original = args.manifest

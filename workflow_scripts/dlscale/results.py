@@ -123,7 +123,7 @@ class RunResult:
 
     @cached_property
     def timed(self) -> list[Epoch]:
-        """Epochs with the geometry and loader of the last epoch; a resumed run may have changed geometry or loader."""
+        """Epochs with the same settings that affect times (`Epoch.made_with`) as the last epoch."""
         made = self.last.made_with if self.last else None
         return [epoch for epoch in self.epochs if made is not None and epoch.made_with == made]
 
@@ -141,7 +141,7 @@ class RunResult:
 
     @property
     def training_seconds(self) -> float | None:
-        """Training time without validation, s; None if geometry or loader changed during the run."""
+        """Training time without validation, s; None if settings that affect times changed during the run."""
         return sum(epoch.epoch_seconds for epoch in self.epochs) if self.timed == self.epochs else None
 
     @property
@@ -340,7 +340,7 @@ class PlanResult:
     def score(self, run: RunResult) -> tuple[float, str]:
         """Return the value that ranks a trained run (NaN if it diverged), and whether "lower" or "higher" is better."""
         metric = self.record.sweep.metric if self.record.sweep else None
-        # If all runs diverged, no metric was measured. Every study has the last two metrics.
+        # If all runs diverged, no metric was measured. Every study has the loss and the speed.
         known = [*(self.metrics or self.described), "valid_loss", "samples_per_second"]
         if metric and metric not in known:
             raise UserError(f"{self.name}: sweep.metric: {unknown('metric', metric, known)}")
@@ -424,8 +424,8 @@ def changes(before: Raw, after: Raw) -> dict[str, tuple[Any, Any]]:
 class Reached:
     """A run's target, and the cost from the first step to the end of the validation that reached the target.
 
-    All costs are None if the target was not reached. Time and GPU-hours are also None if geometry or loader changed
-    during the run, and energy is also None if the run was resumed.
+    All costs are None if the target was not reached. Time and GPU-hours are also None if settings that affect
+    times changed during the run, and energy is also None if the run was resumed.
     """
 
     aim: str  #: Target, in words.

@@ -26,7 +26,7 @@ WITHOUT = {
     "parallel": ("selftest",),
     "geometry": ("memory_mb",),
 }
-#: Section → keys of which only the values 0 and null affect the time, because these values skip an operation.
+#: Section → keys for which only zero or non-zero matters, because the values 0 and null skip an operation.
 WHETHER = {"optimizer": ("weight_decay", "momentum", "clip_norm")}
 
 

@@ -29,8 +29,8 @@ class Published(Record):
     by_epoch: list[float] = []  #: Values [epochs] of the metric after each epoch; alternative to `value`.
     unit: str = "1"
     series: list[Name] = []  #: Published series (`series` in the study's YAML file) that contain this figure.
-    #: Number of training samples of the measured epochs, or of samples of the measured validation. The measured time
-    #: then includes the wait for the first batch. None if the figure only measures steps.
+    #: Number of training samples in the measured epochs, or of samples in the measured validation. If set, the measured
+    #: time includes the wait for the first batch. None if only steps were timed.
     samples: int | None = Field(None, ge=1)
     epochs: int | None = Field(None, ge=1)  #: Number of epochs, with validations, that a published time covers.
     #: Tensor-parallel size `tp` and context-parallel size `cp` of the measurement, as in `geometry`.

@@ -440,8 +440,8 @@ class _Resolver:
         site, contained = workflow.site, workflow.site.engine != "none"
         #: Number of GPUs of this machine, for the check in `_gpus`; 0 (no check) if runs may start on other nodes.
         self._here = 0 if site.scheduler or site.start else gpus()
-        #: Requirements that are met; None: those that this machine meets. Without containers, runs on this machine use
-        #: its hardware, and runs on other nodes use this Python, whose packages are checked here.
+        #: Requirements that the site meets; None: those that this machine meets. Other nodes without containers use
+        #: this Python, so packages that `provides` names must be installed here.
         self._provided = (
             [need for need in site.provides if contained or has_package(need)]
             if site.provides is not None and (contained or site.scheduler or site.start)
@@ -461,7 +461,7 @@ class _Resolver:
     def skipped_runs(self, plan: str) -> dict[str, str]:
         """Return the runs of a plan that this machine does not support, with the requirements that it lacks."""
         if plan not in self._skipped_runs:
-            self._skipped_runs[plan] = {}  # set first, for a circle of `use`, which `layers` reports
+            self._skipped_runs[plan] = {}  # ends the recursion in a circle of `use`, which `layers` reports
             for name in self.workflow.plans[plan].runs:
                 parts = [part for _, part in self.workflow.plans[plan].parts(name) if isinstance(part, dict)]
                 written = {key: value for part in parts for key, value in part.items() if key in ("needs", "use")}

@@ -177,9 +177,9 @@ class Target(Strict):
 class Training(Lawful):
     """Length of a training, its initial weights, and the results that it keeps."""
 
-    epochs: PositiveInt | None = Field(None, description="Passes over the training samples; alternative to steps.")
+    epochs: PositiveInt | None = Field(None, description="Passes over the training samples; alternative to `steps`.")
     steps: PositiveInt | None = Field(
-        None, description="Optimiser steps; alternative to epochs. The last epoch may be shorter."
+        None, description="Optimiser steps; alternative to `epochs`. The last epoch may be shorter."
     )
     checkpoint_epochs: PositiveInt = Field(
         1, description="Epochs between two checkpoints; training also writes a checkpoint at its end."

@@ -269,8 +269,8 @@ class Site(Lawful):
     )
     watchdog: Limits | None = Field(
         Limits(),
-        description="Timeouts after which a run ends because one of its processes is gone or hangs. null: there is no "
-        "watchdog, and the run waits without a limit.",
+        description="Timeouts after which a run ends because one of its processes is gone or hangs. null: no "
+        "watchdog; a run ends only if an exchange fails.",
     )
     log_seconds: Annotated[Seconds, Field(ge=0.1, le=60)] = Field(
         10.0, description="Time between two lines of progress in logs and `dlscale status`, seconds."
@@ -346,7 +346,7 @@ class Site(Lawful):
 
     LAWS: ClassVar[tuple[Law, ...]] = (
         (
-            # The executor removes the variables from a job's command that would inform mpirun of the job's nodes.
+            # The executor hides the Slurm variables from which mpirun would learn the job's nodes.
             lambda site: site.scheduler and site.starter in ("torchrun", "mpirun"),
             "starter: {its.starter} is for machines without a scheduler; use srun",
         ),

@@ -1,4 +1,4 @@
-"""Models of the configuration file: its sections, and plans of runs."""
+"""Pydantic models of the configuration file, its sections and its plans."""
 
 from __future__ import annotations
 
@@ -101,8 +101,8 @@ class Plan(Lawful):
         1,
         ge=1,
         le=100,
-        description="Number of trainings per run, with consecutive seeds; the page shows the mean and spread of the "
-        "trainings. Other stages only run for the first seed.",
+        description="Trainings per run, with consecutive seeds (not for kinds sweep and convergence). The page shows "
+        "mean and spread. Other stages run only for the first seed.",
     )
     sweep: Sweep | None = Field(None, description="For kind sweep, settings that the trials vary; each trial is a run.")
     scaling: Scaling | None = Field(
@@ -224,7 +224,7 @@ class Plan(Lawful):
 
 
 def _settings_class() -> Any:
-    """Return a model with all keys of a run.
+    """Return a pydantic model with all keys of a run.
 
     A component, such as `model`, accepts the settings of any study.
     """

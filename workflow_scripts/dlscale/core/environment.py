@@ -83,7 +83,7 @@ def environment() -> Environment:
         variables={
             name: _shown(name)
             for name, value in sorted(os.environ.items())
-            # `dlscale.parallel.rendezvous` sets this value on a single node.
+            # On a single node, `dlscale.parallel.rendezvous` sets NCCL_SOCKET_IFNAME=lo, which the user did not choose.
             if name.startswith(VARIABLES) and (name, value) != ("NCCL_SOCKET_IFNAME", "lo")
         },
     )

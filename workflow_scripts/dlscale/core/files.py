@@ -43,7 +43,7 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         remove_left(path.parent, stem, f".part{path.suffix}")
-        if path.is_dir():  # if the folder is missing, a left one is its only copy
+        if path.is_dir():  # if the folder is missing, its `.old` is the only copy
             remove_left(path.parent, stem, ".old")
         yield temporary
         if path.is_dir() and temporary.is_dir():  # a folder cannot be replaced in one step: rename the old one first
@@ -164,7 +164,7 @@ def read_json(path: str | os.PathLike[str]) -> Any:
     """
 
     def finite(number: str) -> Any:
-        # Longer numbers are damaged; their arithmetic with decimal fractions would overflow.
+        # A longer number is damaged; as a Python int, it would overflow in arithmetic with floats.
         if len(number) > 60 or not math.isfinite(found := float(number)):
             raise ValueError(f"{number[:60]} is not a valid JSON number")
         return int(number) if number.lstrip("-").isdecimal() else found

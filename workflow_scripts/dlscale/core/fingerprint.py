@@ -219,7 +219,7 @@ def reachable(modules: Iterable[str], whole: bool = False) -> list[str]:
     """Return `modules` and all modules with a known source file (`_file`) that `modules` import.
 
     Imports inside functions count; imports for type checking or by a computed name do not. Modules in `GUARDS` are left
-    out, unless `whole` is true, or a page's module imports a module in `SHOWN`.
+    out, unless `whole` is true, or the module is in `SHOWN` and a page's module imports it.
     """
     seen, todo = set[str](), [*modules]
     while todo:
@@ -274,8 +274,8 @@ def run_modules(stage: str, study: str, *loaders: str) -> list[str]:
 def data_modules(stage: str, kind: str, maker: str | None = None) -> list[str]:
     """Return the modules that decide a stage's results for a dataset of this kind.
 
-    For the stage `acquire`, only the module with the role `maker` counts, which simulates a file. `maker` is None for a
-    fetched file, which does not depend on code.
+    For the stage `acquire`, only the module that simulates a file counts, the module with the role `maker`. `maker` is
+    None for a fetched file, which does not depend on code.
     """
     roles = {"acquire": maker, "preprocess": "source", "describe": "describe", "preview": "preview"}
     role = roles.get(stage)

@@ -26,7 +26,7 @@ class Metric(Record):
     better: Literal["lower", "higher"] = "lower"
     naive: str | None = None  #: Key of the best baseline's value in `Epoch.metrics`; None without a baseline.
     answer: str = ""  #: Description of the best baseline without learning.
-    rival: str = ""  #: Name of the baseline, if this metric is the error of a baseline that no metric names in `naive`.
+    rival: str = ""  #: Name of a baseline, if this metric is its error and no metric's `naive` is this metric's key.
     derived: bool = (
         False  #: Whether the metric is computed from other metrics, as a skill is; pages show those metrics instead.
     )
@@ -124,7 +124,7 @@ class Epoch(Record):
     train_metrics: dict[str, Number] = {}
     #: Number of skipped steps, whose loss or gradient was not finite; `train_loss` excludes the samples of these steps.
     skipped: int = 0
-    #: Geometry and loader of the run, which decide the times; None if geometry or loader changed within the epoch.
+    #: Settings `geometry`, `parallel`, `threads`, `loader`, which affect times; None if they changed within the epoch.
     made_with: dict[str, Any] | None = {}
     untrained: Untrained | None = None  #: Scores before training, in the record of the first epoch; None if unmeasured.
 

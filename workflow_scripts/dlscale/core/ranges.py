@@ -20,7 +20,7 @@ STEPS = "steps"
 BETWEEN = "between"
 #: Kind of work: testing the communication before the first step.
 REHEARSAL = "self-test"
-#: Kind of work without a time limit: everything else, such as opening data and compiling code.
+#: Kind of work: everything else, such as opening data and compiling code.
 OPENING = "opening"
 
 #: Range in which a process waits for a checkpoint, which threads of all processes write together.

@@ -15,8 +15,8 @@ from urllib.parse import SplitResult
 from dlscale.core.errors import UserError
 from dlscale.core.urls import HIDDEN, IN_TEXT, LOGINS, MARKER, split
 
-#: Words that mark a secret at the end of a name, such as token in HF_TOKEN. Exceptions are `_NOT_ALONE`, and token or
-#: pass after a word in `_PLAIN`. Names that end with key are checked with `_KEYS`.
+#: Words that mark a secret at the end of a name, such as `token` in HF_TOKEN. Exceptions are `_NOT_ALONE`, and `token`
+#: or `pass` after a word in `_PLAIN`. Names that end with `key` are checked with `_KEYS`.
 _NAMES = {
     *("password", "passwd", "passphrase", "passcode", "passwords", "sshpass", "storepass", "keypass", "pass", "pwd"),
     *("secret", "secrets", "credential", "credentials", "signature", "sig", "authorization", "auth", "cookie"),
@@ -49,12 +49,12 @@ _OPEN = re.compile(
 )
 _PLACEHOLDER = re.compile(r"(?<!\{)(\{[A-Za-z_][\w.-]*\})")
 _SCHEME = r"(?:(?:bearer|basic|token|digest)\s+)?"
-#: Words after an option of a secret that are options themselves, not the secret; `-s3cret` is a secret.
+#: Pattern of a word after a secret's option that is another option; `-s3cret` is not an option, but the secret.
 _IS_OPTION = r"(?:--[A-Za-z]|(?-i:-[A-Za-z][a-z_-]*)(?:[=\s\"']|\Z))"
 _LOGIN = re.compile(
     r"(?<![^\s\"'])(-u\s*[\"']?|--(?:proxy-)?user[=\s]\s*[\"']?)([^\s:/]+:[^\s/\"'][^\s\"']*)", re.IGNORECASE
 )
-#: Marker, or name within a text after its opening quote or its dashes. `start` matches only at the start of a text.
+#: Marker, or name with the quote or the dashes before the name. `start` matches only at the start of a text.
 _NAMED = re.compile(
     rf"{MARKER.pattern}|(?P<start>\A[+~]{{0,2}})?(?P<quote>\\{{0,9}}[\"'])?"
     r"(?P<option>(?<![^\s\"'])-{1,2}|\bsetenv\s+|(?=\bbearer\s))?(?P<name>(?<!\w)\w[\w.-]*+)",

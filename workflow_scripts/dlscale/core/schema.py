@@ -26,7 +26,7 @@ BatchSize = Annotated[int, Field(gt=0, le=1_000_000_000)]
 #: Upper bounds with the reasons that messages quote. A larger number is a typing error, which otherwise shows only when
 #: the machine hangs or the job takes weeks.
 BOUNDS = {
-    512: "a node starts this many processes or threads",
+    512: "each node would start this many processes or threads",
     1_024: "no node has more cores, and libraries fail with thousands of threads",
     604_800: "one week",
     1_000: "larger numbers are not realistic",

@@ -83,7 +83,7 @@ def unit(text: str | None) -> str:
 
 
 def percent(share: float) -> str:
-    """Return a fraction as a whole number of per cent, or with one digit below 0.5 %."""
+    """Return a fraction as a whole number of per cent, or with one significant digit below 0.5 %."""
     return f"{number(100 * share, 1) if abs(share) < 0.005 else f'{100 * share:.0f}'}{_SPACE}%".replace("-", "−")
 
 

@@ -65,7 +65,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Outline:
-    """Content of a dataset, such as a simulated dataset, that follows from the settings alone."""
+    """Content of a dataset that follows from its settings alone, as for simulated data."""
 
     fields: dict[str, tuple[int, tuple[int, ...]]]  # field name → number of channels, and grid as in `FieldInfo`
     rows: dict[Split, list[int]]  # split → number of rows of each file
@@ -208,7 +208,7 @@ def _days(period: tuple[dt.date, dt.date] | None) -> list[str] | None:
 
 # ---- datasets whose samples lie in two files that belong together, such as images and labels
 
-Both = TypeVar("Both", bound=Strict)  # settings: a path or URL for each file of a pair, in the order for readers
+Both = TypeVar("Both", bound=Strict)  # paths or URLs of a pair's files, in the order for `open_source`
 
 
 class Paired(Strict, Generic[Both]):

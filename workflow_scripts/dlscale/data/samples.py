@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from dlscale.data.kind import RowSamples
 
 
-#: Types of nodes. A constant, because making `tuple | list | dict` takes longer than the check.
+#: Types of a tree's nodes, made once: making `tuple | list | dict` at each check would take longer than the check.
 NODES = (tuple, list, dict)
 
 

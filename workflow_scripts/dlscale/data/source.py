@@ -92,7 +92,7 @@ def _walk_and_exit(
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         for number, path in enumerate(paths):
             current[:] = number.to_bytes(8, "little")
-            stop = time.process_time() + seconds / 2  # ends a long walk: only a loop in the library reaches the limit
+            stop = time.process_time() + seconds / 2  # earlier than the limit, which only a loop reaches
             with contextlib.suppress(ValueError):  # the hard limit of this process is lower
                 resource.setrlimit(
                     resource.RLIMIT_CPU, (math.ceil(stop + seconds / 2), resource.getrlimit(resource.RLIMIT_CPU)[1])

@@ -33,12 +33,12 @@ FILTERS = {
     **{32013: "zfp", 32015: "zstd", 32017: "sz", 32018: "fcidecomp", 32022: "bitgroom", 32023: "granular bitround"},
     **{32024: "sz3", 32026: "blosc2", 32028: "sperr"},
 }
-#: Names of attributes that pack values, as small letters, with their values for plain values.
+#: Name of an attribute that packs values, reduced to small letters → value that leaves values unchanged.
 PLAIN = {
     **dict.fromkeys(("scale", "scalefactor", "scalingfactor", "slope", "gain"), 1),
     **dict.fromkeys(("offset", "addoffset", "intercept", "bias"), 0),
 }
-#: Names of attributes that mark missing values, as small letters.
+#: Names of attributes that mark missing values, reduced to small letters.
 MARKS = {
     *("fill", "fillvalue", "missing", "missingvalue", "missingdata", "nodata", "nodatavalue"),
     *("validmin", "validmax", "validrange"),
@@ -181,8 +181,8 @@ def check_values(values: h5py.Dataset) -> None:
     Raises
     ------
     UserError
-        A filter is missing, a part is unwritten, or a number in an attribute, in any spelling, packs values or marks
-        missing values.
+        A filter is missing, a part is unwritten, or a number in an attribute of `PLAIN` or `MARKS`, in any spelling,
+        packs values or marks missing values.
     """
     check_filters(values)
     where = f"{values.file.filename}: '{values.name.strip('/')}'"
@@ -195,7 +195,7 @@ def check_values(values: h5py.Dataset) -> None:
     for name in values.attrs:
         given = [
             str(each)
-            for key in {re.sub("[^a-z]", "", name.lower())} & {*plain, *MARKS}  # also SCALE FACTOR, FillValue
+            for key in {re.sub("[^a-z]", "", name.lower())} & {*plain, *MARKS}  # such as `SCALE FACTOR`
             for each in np.ravel(values.attrs[name])
             if (isinstance(each, np.number) and np.isfinite(each) and each != plain.get(key))
             or (isinstance(each, str | bytes) and (key in plain or re.search(r"\d", str(each))))

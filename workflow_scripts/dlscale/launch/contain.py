@@ -36,8 +36,8 @@ PASSED_ON = (
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
-#: Settings of enroot, instead of a site's `enroot.conf`. A login shell would reset the image's PATH, a mounted
-#: home folder the stage's HOME; in other namespaces, a stage would lack signals, the network or devices.
+#: Settings of enroot, instead of a site's `enroot.conf`. A login shell would reset the image's PATH, and a mounted home
+#: folder would reset the stage's HOME. In other namespaces, a stage would lack signals, the network or devices.
 ENROOT_SETTINGS = dict.fromkeys(
     (
         *("ENROOT_LOGIN_SHELL", "ENROOT_MOUNT_HOME", "ENROOT_RESTRICT_DEV", "ENROOT_ROOTFS_WRITABLE"),

@@ -85,8 +85,8 @@ def main(args: argparse.Namespace) -> None:
             raise UserError(f"{image}: cannot be built, because this folder has no docker/Dockerfile; {remedy}")
         words = [engine, "build", "--file=docker/Dockerfile", f"--target={args.target}", f"--tag={image}"]
         if engine != "docker":
-            # The OCI format has no HEALTHCHECK, with which `podman-hpc migrate` could not start the image: it has no
-            # systemd session.
+            # `podman-hpc migrate` cannot start an image with a health check, because it has no systemd session. The
+            # OCI format drops the Dockerfile's HEALTHCHECK.
             words += [f"--format={'docker' if engine == 'podman' else 'oci'}", "--network=host"]
         _run([*words, *(f"--build-arg={item}" for item in args.build_arg), "."])
     else:

@@ -150,7 +150,7 @@ def with_stage_environment(site: Site, geometry: Geometry | None, ordered: bool)
         environment |= {LOCAL_DISK: site.local_disk} if site.local_disk else {}
         environment |= {HOST_SUFFIX: site.host_suffix} if site.host_suffix and geometry.nodes > 1 else {}
         environment |= {FABRIC: site.fabric} if site.fabric not in (None, "ethernet") and geometry.nodes > 1 else {}
-    # HPE's ccl_env.sh warns of NCCL_NET in jobs on one node, whose speed suffers.
+    # In jobs on one node, NCCL_NET lowers the speed, as HPE's ccl_env.sh warns.
     is_alone = geometry is not None and geometry.nodes == 1 and site.fabric == "slingshot"
     environment |= {**site.environment, **({"NCCL_NET": None} if is_alone else {})}
     if ordered:
@@ -198,7 +198,7 @@ def check(site: Site, geometry: Geometry, where: str = "") -> None:
 def container_command(
     site: Site, place: ContainerMounts, gpu: bool, guest: Guest | None = None, writes: bool = True
 ) -> list[str]:
-    """Return the arguments before a command: they run it in a container, or, without an engine, set its environment.
+    """Return the arguments that run the command after them in a container, or, without an engine, set its environment.
 
     `guest` is the command that the container runs, if it is not dlscale. Unless the command `writes` to the working
     folder, the container can change only the results.
@@ -244,8 +244,9 @@ def container_command(
             *(f"{source}:{target}" for source, target in {**folders, **site.mounts}.items()),
         ]
     if site.engine == "enroot":
-        # A mount is a line of an fstab, in which blanks are octal numbers. The working folder has no option. enroot's
-        # hook mounts NVIDIA's driver according to two variables, which the image may set, too.
+        # A mount is a line of an fstab, in which blanks are octal numbers. enroot has no option for the working folder,
+        # so `env` changes the folder. enroot's hook mounts NVIDIA's driver according to two variables, which the image
+        # may set, too.
         binds = [bind.replace("\\", r"\134").replace(" ", r"\040") for bind in binds]
         cards = {"NVIDIA_VISIBLE_DEVICES": "all" if gpu else "void", "NVIDIA_DRIVER_CAPABILITIES": "compute,utility"}
         return [
@@ -259,7 +260,7 @@ def container_command(
         return [
             *(*SUPERVISOR, *(f"--env={name}" for name in variables)),
             *("apptainer", "exec", "--cleanenv", "--no-home"),
-            "--no-privs",  # else root would have all capabilities; enroot and Shifter drop all users' rights themselves
+            "--no-privs",  # drops root's capabilities, as enroot and Shifter always do
             *(["--nv"] if gpu else []),
             *(word for bind in binds for word in ("--bind", bind)),
             *(word for item in environment.items() if item[0] != "HOME" for word in ("--env", "=".join(item))),
@@ -311,7 +312,7 @@ def _engine_options(site: Site, place: ContainerMounts, gpu: bool) -> list[str]:
         mine = [owner] if place.uid == 0 else ["--userns=keep-id", owner]
         return [*mine, *(["--device=nvidia.com/gpu=all"] if gpu else [])]
     # podman-hpc is rootless: root in the container is the user outside. The image's own user would be a subordinate ID.
-    modules = [f"--{module}" for module in site.modules if module != "gpu"]  # only for jobs on GPU nodes
+    modules = [f"--{module}" for module in site.modules if module != "gpu"]  # `--gpu` is added below
     # Without the user's groups, files of a project that only its group may read could not be opened.
     return ["--user=0:0", "--group-add=keep-groups", *(["--gpu", *modules] if gpu else [])]
 

@@ -98,7 +98,7 @@ class TopEntry(Record):
     seconds: float = Field(ge=0, allow_inf_nan=False)
     std: float = 0.0  #: Standard deviation of `seconds` over the steps.
     share: float = 0.0  #: `seconds` as a fraction of the step's time.
-    total: Known = None  #: As `share`, for functions, including the functions that they call.
+    total: Known = None  #: For functions, as `share`, but with the time of called functions.
     note: str = ""
 
 

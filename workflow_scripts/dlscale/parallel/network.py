@@ -62,7 +62,7 @@ def is_tcp(network: str | None) -> bool:
 def check_network(network: str | None, logged: bool = True) -> None:
     """Raise `UserError` if NCCL uses TCP although the site declares a faster network (`site.fabric`).
 
-    `logged`: whether NCCL wrote a log. If so, log a warning if the log does not name the network.
+    If NCCL wrote a log (`logged`) that does not name the network, log a warning.
     """
     fabric = os.environ.get(FABRIC)
     if fabric and logged and network is None:

@@ -51,11 +51,12 @@ def join(geometry: Geometry, device: str) -> Iterator[World]:
     rank, size, local_rank = ranks()
     own = _device(geometry, kind, rank, size, local_rank)
     patience = dt.timedelta(seconds=limits.between) if limits else TIMEOUT
-    # PyTorch waits in C++, where Python's handler does not run. Let Ctrl-C end the process, unless it is ignored.
+    # PyTorch waits in C++, where Python's handler does not run. Let Ctrl-C end the process, unless Ctrl-C is ignored.
     ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
     on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN if ignored else signal.SIG_DFL)
     store, names = _meet(geometry, rank, patience), {each: f"started/{each}" for each in range(size)}
-    # If a process hangs before it joins, it has no heartbeat, and PyTorch would wait half an hour without naming it.
+    # Each process reports its start. A process that hangs earlier has no heartbeat, and PyTorch would wait for half an
+    # hour without naming the process.
     store.set(names[rank], "")
     try:
         store.wait([*names.values()], patience)

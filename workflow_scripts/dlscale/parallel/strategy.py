@@ -307,7 +307,7 @@ class Gradients:
             self.bad.zero_()
         device = values[0].device if values else loss.device  # with `cpu_offload`, weights are on the host
         here, alone = self.bad.to(device), loss[:1] if loss.dim() else loss
-        # GradScaler's check reads all tensors in one call, which is fastest, also on CPUs. It multiplies tensors by 1.
+        # GradScaler's check reads all tensors in one call, which is fastest, also on CPUs; it multiplies them by 1.
         torch._amp_foreach_non_finite_check_and_unscale_([*values, alone.to(device)], here, self._one.to(device))
         if here is not self.bad:
             self.bad.copy_(here)

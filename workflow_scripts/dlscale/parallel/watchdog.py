@@ -34,7 +34,8 @@ BEAT = 1.0  #: Seconds between two heartbeats.
 #: Timeout of a range of a step (`core.ranges`), as a multiple of the longest recent range; at least `Limits.stuck` s.
 MAX_RANGE_RATIO = 10.0
 WINDOW = 200  #: Number of recent ranges, of which `MAX_RANGE_RATIO` uses the longest.
-GRACE_SECONDS = 1800.0  #: Longest time allowed without progress; also if no rank is behind.
+#: Longest timeout while data are opened; minimum timeout if no rank is behind, unless all wait in different operations.
+GRACE_SECONDS = 1800.0
 REHEARSAL = 120.0  #: Seconds allowed without progress in the self-test, which may open thousands of connections.
 CONNECT = 300.0  #: Timeout of a connection to the store, seconds; thousands of processes connect at once.
 ANSWER = 25.0  #: Timeout of a request to the store, seconds.
@@ -184,12 +185,13 @@ class Watchdog:
                 if steps:
                     longest.append(age)
                 place, age, steps = come, 0.0, True
-            age, steps = age + BEAT, steps and kind == ranges.STEPS  # `steps`: the complete range was in steps
+            age, steps = age + BEAT, steps and kind == ranges.STEPS  # `steps`: all of this range was in steps
             mates = {rank: self._seen[rank] for rank in self._mates}
             sees = {
                 str(rank): state(sign.process) for rank, sign in mates.items() if sign.place == self._heartbeat.place
             }
-            at = dict(zip(("entered", "exchanges", "background"), come, strict=False))  # updates differ between ranks
+            # Updates of `Progress` are left out, because they differ between ranks.
+            at = dict(zip(("entered", "exchanges", "background"), come, strict=False))
             try:
                 line = provided_text("waiting_place") if age > 3 * BEAT else ""
                 self._show(**at, range=ranges.at, kind=kind, age=age, longest=max(longest), sees=sees, line=line)

@@ -291,7 +291,7 @@ def _demand(work: Work, results: Path, start_up: float) -> tuple[float | None, f
 class Expected:
     """Time of jobs on this machine, s."""
 
-    seconds: float = 0.0  #: Expected time; of jobs whose time is unknown, only the fixed seconds.
+    seconds: float = 0.0  #: Expected time; a job whose time is unknown counts only with its fixed seconds.
     untimed: int = 0  #: Number of jobs whose time is unknown.
     busy: float = 0.0  #: Additional seconds of paired timing on a busy machine.
 
@@ -520,7 +520,7 @@ def outlook(rows: Sequence[Row], jobs: int, here: Expected | None, targets: int 
     what = many(jobs, "job") + f" and {many(targets, 'target')}" * bool(targets)  # Snakemake's total counts both
     if here is not None:
         if here.untimed >= jobs:
-            return f"{what}; duration unknown, because none has run here"
+            return f"{what}; duration unknown, because no such job has run here"
         return "; ".join(filter(None, [what, f"{here} until the end", here.note]))
     costs = [
         f"{nodes}{': ' * bool(nodes)}{_hours(charged, 'node_hours')} node-hours "

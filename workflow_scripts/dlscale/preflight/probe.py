@@ -102,7 +102,7 @@ def probe_clock(inputs: Iterable[str]) -> list[Finding]:
     """Refuse inputs of jobs that were written in the future.
 
     After such a job, Snakemake would delete its outputs, because they are older than the input. For
-    Snakemake, a folder is as old as a file in it.
+    Snakemake, a folder is as old as its file `.snakemake_timestamp`.
     """
     late = {
         path: ahead

@@ -56,8 +56,7 @@ Example: dlscale run PLAN --cores 4
 SETTING = re.compile(r"([A-Za-z_][\w-]*(?:\.[\w-]+)*)=(.*)", re.DOTALL)
 #: Options of `dlscale run` itself.
 OURS = re.compile(r"-[hnp]+|--|--(help|dry-?run|printshellcmds|(workflow-)?profile(=.*)?)")
-#: Snakemake's options for settings and for settings files.
-#: A call does not use the files of an earlier call, because a command's words then would not determine its result.
+#: Snakemake's options for settings and for settings files, which each call must repeat: no call remembers them.
 SETTINGS = {"--config", "-C", "--configfile", "--configfiles"}
 #: Suffixes of settings files. Several such files may follow `--configfile`.
 ENDS = (".yaml", ".yml", ".json")

@@ -1,7 +1,7 @@
 """`dlscale status`: progress of the runs of plans; and progress of a running workflow call.
 
-The command reads results, logs, benchmarks and the status files that stages write every ten seconds
-(`dlscale.core.progress`). The command asks Slurm only for the list of jobs, and contacts neither Snakemake nor nodes.
+The command reads results, logs, benchmarks and the status files that stages write (`dlscale.core.progress`). The
+command asks Slurm only for the list of jobs, and contacts neither Snakemake nor nodes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 State = Literal["running", "silent", "failed", "done", "waiting"]
 
 #: Seconds without a new status after which a stage on another machine or in a container counts as ended. Validation,
-#: compilation and profiling write no status, so the value equals the watchdog's limit between epochs (600 s).
+#: compilation and profiling write no status, so the value equals the default of `site.watchdog.between`.
 SILENT = 600.0
 #: Seconds between two updates of `--watch`, and between two queries of Slurm's queue, which all users share.
 EVERY, QUEUE_EVERY = 5.0, 60.0

@@ -220,7 +220,7 @@ def line(plan: PlanResult) -> str:
 
 
 def _fastest(plan: PlanResult) -> tuple[Group, list[Group], list[Group], bool] | None:
-    """Return the fastest group of runs, the groups equally fast within noise, all groups, and whether this is known.
+    """Return the fastest group of runs, groups equally fast within noise, all groups, and whether the fastest is known.
 
     Return None without speeds.
     """

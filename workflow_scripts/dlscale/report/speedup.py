@@ -186,7 +186,7 @@ class SpeedUps:
 
     @cached_property
     def floor(self) -> float:
-        """Greatest log ratio beyond noise of equal runs in paired timing; at least `MIN_PAIRED_LOG_DIFFERENCE`."""
+        """Greatest significant log ratio of equal runs in paired timing; at least `MIN_PAIRED_LOG_DIFFERENCE`."""
         same = [found for one, other in self._alike() if (found := self._in_turns(one, other))]
         return max([MIN_PAIRED_LOG_DIFFERENCE, *(abs(found.log) for found in same if not found.noise)])
 

@@ -65,7 +65,7 @@ def decisive_settings(stage: str, run: Mapping[str, Any]) -> Mapping[str, Any]:
     """
     if "training" in STAGES[stage].settings:
         return {**run, "geometry": {key: value for key, value in run["geometry"].items() if key != "memory_mb"}}
-    # `compute_settings` has these sections without the numbers of samples and without the self-test.
+    # `compute_settings` lacks the numbers of samples and the self-test, so its sections are replaced.
     return compute_settings(run) | {key: run[key] for key in ("samples", "parallel", *STAGES[stage].settings)}
 
 

@@ -89,7 +89,7 @@ class Step:
     `fused`. Second, with synchronised batch normalisation outside of a CUDA graph. Each data-parallel rank computes its
     part of the batch. Gradients are averaged over these ranks during the backward pass. Then each rank updates the
     weights that it holds: all weights with DDP, its shards with FSDP or tensor parallelism. From `run`, this class
-    reads only precision and accumulation steps.
+    reads only precision, loss scale and accumulation steps.
     """
 
     def __init__(

@@ -351,7 +351,7 @@ def threads(count: int, device: torch.device) -> ThreadPoolExecutor:
 def becomes_resident(setting: str, needed: int, device: torch.device) -> bool:
     """Return whether data of `needed` bytes are kept on the device; `auto` decides by size and logs it.
 
-    Memory that other processes use counts as free. Otherwise only one run of a paired timing might keep its data there.
+    Memory that other processes use counts as free. Otherwise only one run of a paired timing might have resident data.
     """
     if setting != "auto" or device.type != "cuda":  # a CPU has the data in memory already, in the page cache
         return setting == "always"

@@ -34,7 +34,7 @@ class _Dataset(Dataset[_Sent]):
         self.samples = samples
 
     def __getitem__(self, key: tuple[int, range]) -> _Sent:
-        return _Sent(read_batch(self.samples, *key))  # no index: a small last batch has no sample for this rank
+        return _Sent(read_batch(self.samples, *key))  # for a rank without samples, the range is empty
 
 
 class TorchLoader(Loader):
