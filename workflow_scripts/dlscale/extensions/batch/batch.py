@@ -31,7 +31,7 @@ class SampleInfo(Record):
 
     index: int  #: Index within the epoch, from 0.
     source: str  #: File and position in the file; empty if unknown.
-    bad: int  #: Number of NaN and infinite values, over all tensors.
+    bad: int  #: Number of NaN and infinite values in the sample's rows of float tensors.
 
 
 class TensorInfo(Record):

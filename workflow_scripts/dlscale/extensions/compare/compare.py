@@ -73,8 +73,8 @@ def of_results(args: argparse.Namespace, configuration: Configuration | None) ->
     apart = {(before[key].study, after[key].study) for key in both if before[key].study != after[key].study}
     if apart and not args.force:
         raise other_studies(args.results, *apart.pop())
-    # Each run is compared twice: its speed, and its speed-up over the first run. A run of several plans counts once.
-    # More comparisons need wider intervals, because otherwise some runs would seem slower by chance.
+    # Each run is compared twice: its speed, and its speed-up over its plan's first run. A run of several plans counts
+    # once. More comparisons need wider intervals, because otherwise some runs would seem slower by chance.
     looks = 2 * len({before[key].folder for key in both}) if args.gate else 1
     found = [change(key, before[key], after[key], looks) for key in both]
     sides = ((args.results[0], before, after), (args.results[1], after, before))
@@ -132,7 +132,7 @@ def _of(runs: list[str], found: list[dict[str, Any]]) -> str:
 
 
 def change(key: str, before: RunResult, after: RunResult, looks: int = 1) -> dict[str, Any]:
-    """Return the changes of a run, as JSON values; `looks` comparisons widen the intervals."""
+    """Return the changes of a run, as JSON values, with intervals for `looks` comparisons."""
     names = [run.device.name for run in (before, after)]
     elsewhere = all(names) and names[0] != names[1]
     over = SpeedUps([before, after]).over if before.folder.parent == after.folder.parent else measured_apart

@@ -31,7 +31,8 @@ SAME_PIXELS = re.compile(rb"\xff\xd8|\x89PNG|RIFF....WEBP|BM", re.DOTALL)
 def decodable(file: np.ndarray) -> np.ndarray:
     """Return an image file, uint8 [bytes], that DALI decodes to the pixels which Pillow decodes from `file`.
 
-    DALI ignores the orientation of a TIFF, the largest value of a PGM, and the colours of LAB and JPEG 2000.
+    Formats outside `SAME_PIXELS` are converted: DALI ignores the orientation of a TIFF, the largest value of a PGM,
+    and the colours of LAB and JPEG 2000.
     """
     if SAME_PIXELS.match(file[:12].tobytes()):
         return file
@@ -112,7 +113,7 @@ class Images:
         """
         epoch, indices = next(self._batches)
         inputs = list[Any]()
-        self._kept.append((epoch, indices, inputs))  # first, because `windows` may refuse an image
+        self._kept.append((epoch, indices, inputs))  # `explain` reads it if `windows` refuses an image
         windows = self._samples.windows(epoch, indices)
         room = np.maximum(windows.resized - self._samples.input_spec.shape[-1], 1)
         row, column = np.ascontiguousarray((windows.start / room).astype(np.float32).T)

@@ -82,7 +82,7 @@ Facts = dict[str, Any]
 
 #: Oldest supported versions, as in pyproject.toml. Early builds of a version, such as 2.11.0a0, count as that version.
 MIN_VERSIONS = {"python": (3, 11), "torch": (2, 11), "h5py": (3, 12), "numba": (0, 64)}
-#: Seconds for which `squeue` must list ended jobs: three times dlscale-init-seconds-before-status-checks.
+#: Seconds for which `squeue` must list ended jobs: three times `dlscale-init-seconds-before-status-checks`.
 MIN_JOB_AGE = 120
 #: Number of submitted jobs that a call does not reach: profiles limit Snakemake's `jobs` to less.
 MAX_JOBS = 1000
@@ -343,7 +343,7 @@ def probe_account(scheduler: Scheduler, runs: Iterable[Run], stages: Collection[
 
 
 def _is_qos(name: str, qos: str) -> bool:
-    """Return whether `qos` may be the QOS `name`, which submit filters rename: shared to gpu_shared, shared_1."""
+    """Return whether `qos` may be the QOS `name`, which submit filters rename: `shared` to `gpu_shared`, `shared_1`."""
     return bool(re.fullmatch(rf"((cpu|gpu)_)?{re.escape(name)}(_\d+)?", qos))
 
 
@@ -423,7 +423,7 @@ def check(
 ) -> list[Finding]:
     """Check that this site can run `stages_wanted` of plans (default: the targets) and of datasets.
 
-    The function neither raises nor hangs.
+    A check of the site that raises or hangs becomes a warning.
     """
     results = Path(configuration.workflow.results) if configuration else Path()
     space: Probe = ("space", functools.partial(probe_space, results))

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 KEPT = {"last": "model.pt", "best": "model_best.pt"}
 
 
-#: Maximum relative difference between the validation losses here and in the training, whose device and precision may
-#: differ.
+#: Maximum relative difference between the computed validation loss and the training's. Device and precision may differ.
 MAX_DIFFERENCE = 0.1
 
 
@@ -125,7 +124,7 @@ def single_device_run(run: RunCore) -> RunCore:
     """Return the settings of the run on a single device, with its batch size per device.
 
     Compilation and CUDA graphs are off, because in an evaluation they take more time than they save. FSDP with
-    `param_dtype` bf16 becomes precision bf16_pure, since both cast weights and inputs.
+    `param_dtype: bf16` becomes `precision: bf16_pure`, since both cast weights and inputs.
     """
     precision = "bf16_pure" if getattr(run.parallel, "param_dtype", "fp32") == "bf16" else run.precision
     changes = {"batch_size": run.local_batch_size, "geometry": Geometry(), "compile": Compile(), "cuda_graph": False}

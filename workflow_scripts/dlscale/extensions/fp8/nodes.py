@@ -12,9 +12,9 @@ from dlscale.preflight.probe import Finding
 
 
 def probe_gpus(configuration: Configuration, plans: Collection[str] | None = None) -> list[Finding]:
-    """Report runs in 8 bits if the site's GPUs, or torchao, cannot run them.
+    """Report runs in 8 bits if the site lacks suitable GPUs or torchao.
 
-    Skip other nodes without `site.provides`, and runs that may use a CPU, which emulates 8 bits.
+    Nothing is reported for other nodes without `site.provides`, or if runs may use a CPU, which emulates 8 bits.
     """
     workflow = configuration.workflow
     site, scheduler = workflow.site, workflow.site.scheduler

@@ -110,7 +110,7 @@ def read(file: Path) -> dict[str, Any]:
     with contextlib.suppress(Exception):
         found: dict[str, Any] = json.loads(read_text(file))
         valid = all(isinstance(found[key], kind) for key, kind in KNOWN.items())
-        # Errors here would otherwise end the watch of the program.
+        # Compute what later code computes, because an error there would end the watch of the program.
         json.dumps(found, allow_nan=False)
         {(each.called, each.group, each.order, each.name, each.seconds) for each in waiting(found)}
         {int(child): line_of(text) for child, text in found.get("children", {}).items()}

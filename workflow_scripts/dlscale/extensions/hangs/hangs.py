@@ -17,7 +17,7 @@ import traceback
 
 from dlscale.extensions.hangs.inside import main_line, operation, unfinished
 
-#: Maximum wait for the stacks that one child process writes into the log, and that all write, seconds.
+#: Maximum waits, seconds: for the stacks that one child process writes into the log; for those of all children.
 CHILD, CHILDREN = 1.0, 5.0
 
 
@@ -49,8 +49,8 @@ def stacks() -> str:
 def ask(child: int, seconds: float) -> None:
     """Let a child process write its stacks into the log; wait for them, at most `seconds`.
 
-    The child's `faulthandler` writes words, so the lines of two children that write at once would be mixed. A stopped
-    child writes nothing.
+    The child's `faulthandler` writes word by word, so lines of two children that write at once would be mixed. A
+    stopped child writes nothing.
     """
     before, until = os.fstat(2).st_size, time.monotonic() + seconds
     last = before

@@ -93,7 +93,7 @@ class Replay:
         self._folder, self._file = folder, f"{folder}/turns.{os.uname().nodename}.{os.getpid()}"
         self._kept: list[Kept] = []
         self._full = False
-        self._training: Any = None  # key of the training's loader: the last loader before a step
+        self._training: Any = None  # key of the training's loader: the last loader before the first step
         self._last: Any = None
         self._others = False
         self._number = 0  # batches of the training's loader so far

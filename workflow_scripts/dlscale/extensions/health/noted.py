@@ -164,7 +164,7 @@ def short(reason: str) -> str:
 class Notes:
     """File `health.HOST.PID` with a process's memory and compilations, written when its steps are written.
 
-    `log` has the process's steps. An error ends the notes; the program and the notes of its steps continue.
+    `log` has the process's steps. An error ends these notes; the program continues, and its steps are still noted.
     """
 
     def __init__(self, log: Any) -> None:

@@ -167,9 +167,9 @@ def _memory(
     """Return the memory of a process on a device from points (in use, peak so far, reserved, inactive).
 
     The phase of a point is the phase since the previous point. The peak of a phase is known if the peak so far rose in
-    the phase (or fell, because the program reset it). Until it rises in a phase other than `start` and `training`, the
-    peak so far is also an upper bound of the training's memory. This also holds for a point of the phase `start` after
-    `MIN_STEPS` steps, because a short training may have no other point.
+    the phase (or fell, because the program reset it). Until the peak so far rises in a phase other than `start` and
+    `training`, it is also an upper bound of the training's memory. Points of the phase `start` after `MIN_STEPS` steps
+    count as training here, because a short training may have no other point.
     """
     named, counts, peaks, high, bounds = list[str](), [phases.count(time) for time in times], dict[str, Peak](), 0, True
     for place, (time, (_, peak, *_)) in enumerate(zip(times, points, strict=True)):

@@ -555,7 +555,7 @@ def place_of_caller(made: Any = None) -> str:
         if not own and file != __file__ and (not file.startswith(STANDARD) or any(part in file for part in INSTALLED)):
             places.append((file, frame.f_lineno))
         frame = frame.f_back
-    # If a command in `bin` starts the program, the program is a package, so leave out the command's line.
+    # Leave out the line of a command in `bin` that only starts the program, which is then a package.
     apart = (*INSTALLED, f"{torch}{os.sep}", f"{os.path.dirname(sys.executable)}{os.sep}")  # noqa: PTH120
     outside = [each for each in places if not any(part in each[0] for part in apart)]
     file, line = next(iter(outside or [each for each in places if not each[0].startswith(torch)]), ("", 0))
@@ -603,7 +603,7 @@ def _hdf5(dataset: Any) -> tuple[str, str, dict[str, Any]]:
 
 
 def _zarr(array: Any) -> tuple[str, str, dict[str, Any]]:
-    """Return the name, the folder or URL, and the layout of a Zarr array; of shards, the chunks inside count."""
+    """Return the name, the folder or URL, and the layout of a Zarr array; its chunks are those inside shards."""
     if hasattr(array, "compressors"):
         compression = ", ".join(type(each).__name__ for each in array.compressors)
     else:  # Zarr 2

@@ -26,7 +26,7 @@ NAME = "loading.json"
 #: Minimum number of batches of a loader, without the first batch of each epoch, for advice.
 MIN_BATCHES = 10
 
-#: Minimum bytes read per byte used, and minimum fraction of a batch's time in reads, of reported chunks.
+#: Limits for reporting chunks: minimum bytes read per byte used, and minimum fraction of a batch's time in reads.
 MIN_RATIO, MIN_READS = 2.0, 0.3
 
 #: Copies from pageable memory: assumed rate, bytes/s, and minimum fraction of a step that is reported.

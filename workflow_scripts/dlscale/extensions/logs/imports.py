@@ -124,7 +124,7 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
     if missing:
         needed = "--batch-size" if counts == "step" else "--epoch-samples and --batch-size"
         print(f"the log cannot be drawn over {' and '.join(missing)}. Give {needed}")
-    print("the next `snakemake` adds the log to the page")
+    print("the next `dlscale run` adds the log to the page")
     return 0
 
 
@@ -148,8 +148,8 @@ def _joined(tries: Sequence[_Try], dropped: Counter[str]) -> tuple[dict[int, tup
     """Join the tries of a curve; return the points that count, and the start of their training.
 
     A try with several points starts a new training if its first step is at or before the curve's first step. Otherwise,
-    if all earlier points from this step on are older, the try resumed the training; if not, two processes wrote the
-    curve at the same time.
+    if all points of the curve from this step on are older, the try resumed the training; if not, two processes wrote
+    the curve at the same time.
     """
     joined = _Try(tries[0].begin, dict(tries[0].points))
     for each in tries[1:]:

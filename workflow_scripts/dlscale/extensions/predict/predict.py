@@ -411,7 +411,7 @@ def head(measured: MeasuredRuns) -> list[str]:
 
 
 def lines(rows: Sequence[Row], band: str = "90 % band") -> list[str]:
-    """Return the rows as lines of an aligned table; `band` is the heading of the samples/s that are likely."""
+    """Return the rows as lines of an aligned table; `band` is the heading of the likely range of samples/s."""
     cells = [
         {
             "devices": f"{row.job.devices:,}",

@@ -44,8 +44,8 @@ class LineProfiler:
         self._samples = session.samples("train")
         loader: Any = session.run.loader
         self._steps = line_profiler.LineProfiler(*map(resolve, functions))
-        #: Profiler of the code that reads samples. It is separate from `_steps` if the loader's processes read; then
-        #: this process also reads one batch, after the steps.
+        #: Profiler of the code that reads samples. It is separate from `_steps` if the loader's processes read: since
+        #: their lines cannot be timed here, this process itself reads one batch after the steps.
         self._reads = line_profiler.LineProfiler() if loader.kind == "torch" and loader.workers else self._steps
         _add(self._steps, registry.load(registry.loader(loader.kind)), read_batch)
         if session.run.compile.mode == "none":
@@ -111,7 +111,7 @@ def _add(profiler: line_profiler.LineProfiler, module: Any, *things: Any) -> Non
     """Time all functions of a module, and of the modules that define `things` or their classes."""
     kinds = [kind for thing in things for kind in ([thing] if inspect.isfunction(thing) else type(thing).__mro__)]
     names = {kind.__module__ for kind in kinds if kind.__module__.partition(".")[0] not in LIBRARIES}
-    with warnings.catch_warnings(action="ignore"):  # a warning: only the decorator of a decorated function is timed
+    with warnings.catch_warnings(action="ignore"):  # of decorated functions, only wrappers are timed
         for each in {module, *(sys.modules[name] for name in names)}:
             profiler.add_module(each, scoping_policy="children")
 

@@ -29,7 +29,7 @@ KINDS = {
     **{"user_annotation": "range", "cpu_op": "operator", "cuda_runtime": "call", "cuda_driver": "call"},
     **{"kernel": "kernel", "gpu_memcpy": "copy", "gpu_memset": "memset"},
 }
-#: A row of `COLUMNS`.
+#: Row of a table of events, in the order of `COLUMNS`.
 Row = tuple[str, str, int, int, int, int, int, int]
 #: Names of ranges for communication between processes.
 COMM = re.compile(r"(gloo|nccl|mpi|ucc|xccl):")

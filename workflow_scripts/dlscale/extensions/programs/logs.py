@@ -40,7 +40,7 @@ UNITS = (1.0, 1e-3, 1e-6, 1e-9)
 #: Earliest accepted date in a log, seconds since 1970-01-01 UTC.
 OLDEST = 1e9
 
-#: Maximum fraction of a log's points whose steps do not increase with the time of the other points.
+#: Maximum fraction of a log's points whose step numbers do not increase with time.
 MAX_BACKWARD = 0.1
 
 #: Time at which an event file was begun, in its name: seconds since 1970-01-01 UTC.
@@ -118,7 +118,7 @@ def logged(path: Path, start: Start, end: float | None = None, own: Iterable[str
     of = defaultdict[str, list[Row]](list)
     for row in _rows(path, start, own=own):
         of[row[0]].append(row)
-    # Prefer tags of steps, then tags without a word of validations, then such folders, then the most points.
+    # Prefer tags of steps, then tags and folders without a word of validations, then the tag with the most points.
     tag = max(
         of,
         key=lambda each: (
@@ -173,7 +173,7 @@ def values(
 
 
 def counted_on(path: Path, curves: Curves, start: Start, end: float) -> Curves:
-    """Return curves whose steps count on where a log of JSON lines begins to count again, such as in each epoch."""
+    """Return curves with increasing steps, even if a log of JSON lines begins to count again, as in each epoch."""
     if path.is_dir() or ".tfevents." in path.name:
         return curves
     try:

@@ -23,7 +23,7 @@ from typing import Any
 #: Name of rates in steps/s; rates in samples/s have the name "".
 PER_STEP = "/step"
 
-#: Names of the label of a rank, and of the label and digits of a rate, in place of a number's name.
+#: Names, in place of a pattern's name, for the label of a rank, and for the words and digits of a rate.
 RANK, LABEL = "/rank", "/label"
 
 #: Maximum number of characters of a line that are searched.
@@ -63,7 +63,7 @@ OUTSIDE = re.compile(
     r"|(?<![\w.,:/])(?<!step )(?<!iter )(?<!epoch )(?<!batch )[1-9]\d{0,2} $",
     re.IGNORECASE,
 )
-#: Relative difference between a group's number and the complete number in the line from which on the group is refused.
+#: Maximum relative difference between a group's number and the line's complete number; other groups are refused.
 MAX_CUT = 0.05
 
 #: Names of units of time, by the unit's length in seconds.
@@ -160,9 +160,9 @@ RANKED = re.compile(
 )
 #: Words before a rate that name a progress bar or phase, and the bar's number of steps.
 WORDS = re.compile(r"(?<![\w.+-])[A-Za-z][A-Za-z_]+(?!\w)|(?<=/)\d+(?= \[)")
-#: Maximum number of such words.
+#: Maximum number of these `WORDS` before a rate.
 MAX_WORDS = 8
-#: A number with a mark that may separate thousands or decimals, and a number without marks that is too small to differ.
+#: A number with a mark that may separate thousands or decimals; a number of at most three digits, without a mark.
 AMBIGUOUS, NEUTRAL = re.compile(r"[1-9]\d{0,2}[.,]\d{3}"), re.compile(r"\d{1,3}")
 #: Maximum length of the label before a number, characters.
 MAX_LABEL = 100

@@ -167,7 +167,7 @@ class Earlier:
 def of_ranks(losses: Mapping[str, list[Printed]], processes: int, begin: float) -> Mapping[str, list[Printed]]:
     """Return printed values; if each process printed its validations, the means over the processes, with a warning.
 
-    This is assumed if each `processes` values are close together: within a quarter of the time since the values before.
+    This is assumed if groups of `processes` values each last less than a quarter of the time since the group before.
     """
     found = dict(losses)
     for name in losses if processes > 1 else ():
@@ -364,8 +364,8 @@ def _by_step(curve: list[Point], points: list[Point]) -> dict[int, float]:
 def _trained(curve: list[Point], points: list[Point], rows: bool) -> list[list[float]]:
     """Return the training losses that belong to each validation.
 
-    They were logged since the validation before. Lightning, for example, logs the mean of an epoch after the validation
-    of this epoch, but with the same step. One loss for each validation belongs to it in any order.
+    These were logged since the validation before. Lightning, for example, logs the mean of an epoch after the epoch's
+    validation, but with the same step. With as many losses as validations, the n-th loss belongs to the n-th one.
     """
     if len(curve) == len(points):
         return [[value] for _, _, value in curve]
@@ -380,7 +380,7 @@ def _trained(curve: list[Point], points: list[Point], rows: bool) -> list[list[f
 def _by_time(curve: list[Point], points: list[Point]) -> dict[int, float]:
     """Return a metric's printed values by the numbers of the validations.
 
-    Without one value for each validation, a value belongs to the validation that was printed nearest to it.
+    Unless there are as many values as validations, a value belongs to the validation that was printed nearest to it.
     """
     if len(curve) == len(points):
         return {step: value for (_, step, _), (_, _, value) in zip(points, curve, strict=True)}
@@ -402,7 +402,7 @@ def steps_at(points: list[Point], ends: list[float], begin: float) -> list[int]:
         return counted
     if (
         ends and points and points[-1][0] < logs.OLDEST <= begin
-    ):  # numbers of points instead of times: the last is at the end
+    ):  # points' numbers replace unreadable times (`logs.values`)
         return [round(step * len(ends) / (points[-1][1] or 1)) for _, step, _ in points]
     made, numbers = (here[-1][0] - here[0][0], here[-1][1] - here[0][1]) if here else (0, 0)
     each = made / numbers if made > 0 and numbers > 0 else 1.0  # more than 1 if the log counts epochs

@@ -70,7 +70,7 @@ NOT_FOUND, NO_PROGRAM = 127, 126
 def say(text: str) -> None:
     """Print a line on standard error; ignore errors of the stream, so that the program's run continues."""
     try:
-        # On a terminal, a row of spaces ends the row of a progress bar, but keeps the cursor in an empty row.
+        # On a terminal, a row of spaces moves the cursor below a progress bar, but not below an empty row.
         begin = (
             f"{' ' * (os.get_terminal_size(sys.stderr.fileno()).columns - 1)}\r\033[K" if sys.stderr.isatty() else ""
         )
@@ -673,16 +673,16 @@ def _check_ranks(printed: Sequence[tuple[float, float]], run: Outcome, own: seen
     say(f"dlscale measure: {what}. A printed rate counts as the rate of all processes. If it is not: {remedy}")
 
 
-#: Minimum number and fraction of the rates with the same words before them that are compared with other rates.
+#: Minimum number of a bar's rates, and minimum fraction of all rates, for comparing the bar with other bars.
 MIN_BAR_RATES, MIN_BAR_FRACTION = 3, 0.1
 
 #: Maximum ratio of printed rates of several bars, and of printed rates and the steps that were seen.
 MAX_RATIO = 1.3
 
-#: Ratio of a log's rate and of the steps that were seen up to which no interval is compared.
+#: Ratio of a log's rate and the rate of seen steps up to which both agree, whatever their intervals.
 MAX_LOG_RATIO = 1.1
 
-#: Minimum fraction of the time, and minimum difference, for which validations matter in the comparison of these rates.
+#: Minimum fraction of the time in validations, and minimum difference of these rates, for which validations matter.
 MIN_VALIDATING = 0.02
 
 

@@ -313,14 +313,14 @@ class Program(Lawful):
         return None if there else str(folder / script)
 
     def untuned(self, run: Any) -> str | None:
-        """Return the reason why tune cannot run for a run's program; the message begins with the wrong key.
+        """Return the reason why `tune` cannot run for a run's program; the message begins with the wrong key.
 
-        Return None if tune can run.
+        Return None if `tune` can run.
         """
         if run.geometry.world_size > 1:
             return "tune: programs are tuned on one device; set nodes and gpus_per_node in geometry to 1"
         if self.image or self.rate:
-            return "tune: paired timing is impossible for a program with image or rate; remove tune or these keys"
+            return "tune: paired timing is impossible for a program with `image` or `rate`; remove `tune` or this key"
         if wrong := [name for name in run.tune.values if name not in self.values]:
             return f"tune.values.{wrong[0]}: {unknown('value of the program', wrong[0], self.values)}"
         try:
@@ -335,7 +335,7 @@ class Program(Lawful):
         return None
 
     def candidates(self, run: Any, cores: int) -> list[tuple[dict[str, Any], Any]]:
-        """Return the candidates of the stage tune for a run's program; the current settings are the first candidate.
+        """Return the candidates of the stage `tune` for a run's program; the current settings are the first candidate.
 
         A candidate is a pair: the changed settings by dotted key, and the run with a filled program. Only settings
         with a placeholder in the program are varied. `cores` is the number of cores per process.

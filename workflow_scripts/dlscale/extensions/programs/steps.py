@@ -61,10 +61,10 @@ MAX_LOG_DIFFERENCE = 0.2
 #: Maximum relative difference between the mean rate of the windows and the rate over the total time.
 MAX_CLOCK_ERROR = 0.05
 
-#: The same difference if long and short steps alternate.
+#: Maximum of the same difference (see `MAX_CLOCK_ERROR`) if long and short steps alternate.
 MAX_PATTERN_ERROR = 0.01
 
-#: Relative difference from the mean samples per step from which on the usual number differs from the mean.
+#: Minimum relative difference between the usual and the mean samples per step at which the steps count as different.
 MAX_UNUSUAL = 0.1
 
 
@@ -86,11 +86,11 @@ class Process:
     loops: list[tuple[float, str, str]] = field(default_factory=list)
     #: Number of the loop that made each step, and whether an optimiser made a step meanwhile; empty if unknown.
     in_loops: list[tuple[str, bool]] = field(default_factory=list)
-    #: Spans in which a model was in evaluation mode; spans in which iterators started or ended, by iterator.
-    evaluated: list[Span] = field(default_factory=list)
+    evaluated: list[Span] = field(default_factory=list)  #: Spans in which a model was in evaluation mode.
     #: First steps of optimisers that followed a step of other optimisers: number of the step that they share, end and
     #: CPU seconds of the others' part, the others, and the optimiser.
     joined: list[tuple[int, float, float, frozenset[str], str]] = field(default_factory=list)
+    #: Spans in which iterators started; spans in which iterators ended, by iterator.
     started: dict[str, list[Span]] = field(default_factory=dict)
     ended: dict[str, list[Span]] = field(default_factory=dict)
     ungraded: Counter[str] = field(default_factory=Counter)  #: Batches requested without gradients, by iterator.
@@ -441,7 +441,7 @@ def evaluations(process: Process) -> list[Span]:
 
 
 def _covers(spans: Sequence[Span], time: float) -> bool:
-    """Return whether one of the spans, which are in order and do not overlap, contains a time."""
+    """Return whether a time is in one of the spans, which are in order and do not overlap."""
     place = bisect.bisect_right(spans, (time, math.inf))
     return place > 0 and spans[place - 1][1] >= time
 
@@ -488,7 +488,7 @@ def merged(spans: Sequence[Span]) -> list[Span]:
 
 
 def _inside(begin: float, end: float, spans: Sequence[Span]) -> float:
-    """Return the same seconds as `_within`, for a short part of many spans, which are in the order of time."""
+    """Return the same seconds as `_within`, but faster for many spans, which must be in the order of time."""
     first, last = bisect.bisect_left(spans, (begin,)), bisect.bisect_left(spans, (end,))
     return _within(begin, end, spans[max(first - 1, 0) : last])
 
@@ -525,7 +525,7 @@ def _is_ahead(process: Process, training: set[str]) -> bool:
 
 
 def _after_warm_up(process: Process, training: set[str], away: Sequence[Span], ahead: bool, sized: bool) -> list[_Step]:
-    """Return the steps of a process after the warm-up and outside the spans `away` whose begin is known.
+    """Return the steps of a process with a known begin, after the warm-up and outside the spans `away`.
 
     If batches are `sized`, a step with a batch of unknown size is not `alone`. If batches are fetched `ahead`, the
     waiting time of all steps is 0. If the samples per step differ, only complete epochs are returned.
@@ -610,7 +610,7 @@ def regular_long(seconds: Sequence[float]) -> tuple[int, float] | None:
 def _rates_of_windows(
     each: Sequence[Sequence[_Step]], amounts: Sequence[Sequence[float]], count: int
 ) -> tuple[list[float], list[float]]:
-    """Divide the steps of each process into `count` windows; return rates of all, and seconds in the first process."""
+    """Divide each process's steps into `count` windows; return total rates, and seconds in the first process."""
     rates, seconds = [0.0] * count, list[float]()
     for kept, amount in zip(each, amounts, strict=True):
         edges = itertools.pairwise([len(kept) * number // count for number in range(count + 1)])
@@ -906,7 +906,7 @@ def processes(folder: Path, kinds: Sequence[str] = WAYS) -> list[str]:
 
 
 def in_order(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the most points, which are in the order of time, whose step numbers increase."""
+    """Return the longest sequence of points, given in the order of time, whose step numbers increase."""
     ends, last, before = list[float](), list[int](), list[int]()
     for number, (_, step) in enumerate(points):
         length = bisect.bisect_left(ends, step)

@@ -81,7 +81,7 @@ def write(name: str, folder: Path | None, images: bool) -> None:
     words = {original: name, classes: "".join(word.capitalize() for word in name.split("_"))}
     if folder is not None:
         words |= {"CALL": _call(name, folder), "NAME": name}
-        # The module's name contains the study's name, so it comes first in the pattern.
+        # The module's name comes first in the pattern, because it contains the study's name.
         words = {f"dlscale.studies.{original}.model": f"{name}_model", **words}
     anyone = re.compile("|".join(map(re.escape, words)))
     try:

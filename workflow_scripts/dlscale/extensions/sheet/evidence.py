@@ -83,7 +83,7 @@ class Evidence:
 
     @cached_property
     def rated(self) -> list[RunResult]:
-        """Runs with a measured throughput in samples/s, the first plan's runs first."""
+        """Runs that average gradients, with a throughput in samples/s, the first plan's runs first."""
         return [run for run in self.runs if run.throughput and run.averages and run.unit == SAMPLE_RATE]
 
     @cached_property
@@ -101,8 +101,8 @@ class Evidence:
     def trained(self) -> RunResult | None:
         """The training that the request repeats.
 
-        A training that reached its target comes before other trainings, then a training on the devices of production,
-        then the cheapest.
+        Order of preference: trainings that reached their target, trainings on the devices of production, the cheapest
+        training.
         """
 
         def rank(run: RunResult) -> tuple[bool, bool, float]:
@@ -119,7 +119,7 @@ class Evidence:
 
     @property
     def samples(self) -> int | None:
-        """Samples that the training needed for its target, or without a target all its samples; None if unknown."""
+        """Samples that the training needed for its target; without a target, all its samples; None if unknown."""
         found = reached(self.trained) if self.trained else None
         last = found.epoch if found else self.trained.last if self.trained else None
         return last.samples if last else None

@@ -94,8 +94,8 @@ def compete(
     open_trials: Callable[[Progress], contextlib.AbstractContextManager[Any]],
 ) -> Tuning:
     """Search for the best candidate, then time this candidate in a duel."""
-    # `open_trials` returns a context with a `Measure`. Its `problems` are the reasons for skipped candidates; its
-    # `keeps` is true during the duel.
+    # `open_trials` returns a context with a `Measure`. Its `problems` are the reasons for skipped candidates. In the
+    # duel its `keeps` is true: an external program is then paused between its turns, not started again.
     began, duel_seconds = time.perf_counter(), settings.seconds * (DUEL if len(changes) > 2 else 1)
     with (
         # Trials of the search, and of the duel.

@@ -74,7 +74,7 @@ def replaced(jobs: Iterable[Waiting]) -> str:
     for job in jobs:
         before, now = _stage(job.before), _stage(job.now)
         others = bool(_settings(before.get("settings"), now.get("settings")))
-        # If sources or image changed, new inputs are a consequence; settings and data of the run stay the same.
+        # New inputs do not count if sources or image changed: settings and data of the run are then the same.
         read = not (before or now) and (job.follows or bool(job.newer))
         if job.rule in RUN_STAGES and job.known and not job.missing and (others or read):
             names.add("{plan}.{run}".format_map(job.wildcards))

@@ -117,8 +117,8 @@ class CropSamples(Strict):
         "full",
         description="Random symmetries of training crops. none: no symmetry. rotations: the 24 rotations. full: the 48 "
         "rotations and reflections. published: 16 rotations and 8 reflections, as in SC22's program. published_dali: "
-        "each of the last two axes is reversed or not, as in SC22's DALI loader. rotations and full turn vectors with "
-        "the grid; published and published_dali do not.",
+        "each of the last two axes is reversed or not, as in SC22's DALI loader. `rotations` and `full` turn vectors "
+        "with the grid; `published` and `published_dali` do not.",
     )
     train: PositiveInt = Field(65536, description="Samples in a training epoch.")
     valid: PositiveInt = Field(

@@ -64,8 +64,8 @@ CHOICES: dict[str, tuple[Symmetry, ...]] = {
     "rotations": SYMMETRIES[:24],
     "full": SYMMETRIES,
     "published": tuple(filter(_published, SYMMETRIES)),
-    # SC22's DALI loader reverses axes of a box, but never swaps axes. It does not name the layout of boxes, so DALI
-    # takes the first axis for the frames of a video, and never reverses this axis.
+    # SC22's DALI loader reverses axes of a box, but never swaps axes. The loader does not name the layout of boxes, so
+    # DALI takes the first axis for the frames of a video, and never reverses this axis.
     "published_dali": tuple(s for s in SYMMETRIES if s.axes == (0, 1, 2) and not s.flips[0]),
 }
 #: Number of blocks of training volumes for the linear fit, and edge of a block, cells; together two million points.

@@ -20,7 +20,7 @@ class Extra(Record):
     step_hours: float = 6.0  # hours between stored states
     starts: dict[str, float] = {}  # digest of a file → start time, hours since 1970; empty if any time is unknown
     before: dict[str, str] = {}  # digest of a file → digest of the file that ends one step before the file begins
-    climatology: str | None = None  # path of the mean over training times [1, C, H, W], relative to the manifest
+    climatology: str | None = None  # path of the mean over training times [1, C, H, W]
     climatology_sha256: str | None = None  # digest of the climatology, on which scores depend
     hour_means: str | None = None  # path of the mean states of each hour of day [24 h / step, C, H, W]
     hour_means_sha256: str | None = None

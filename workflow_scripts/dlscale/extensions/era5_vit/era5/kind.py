@@ -79,7 +79,7 @@ class Era5Prepared(Strict):
     """The published layout, used unchanged: `train/`, `valid/`, `test/` with `YYYY.h5`, and `stats/*.npy`."""
 
     kind: Literal["prepared"]
-    path: Path = Field(description="Folder with the folders train, valid, stats, and optionally test.")
+    path: Path = Field(description="Folder with the folders `train`, `valid`, `stats`, and optionally `test`.")
     step_hours: PositiveInt = Field(6, description="Hours between the times in the files.")
 
 
@@ -112,7 +112,7 @@ class Era5Dataset(DatasetSettings):
         description="Variables in the order of the channels, `name` or `name@level`. Absent: the simulator's "
         "channels, or the names in the prepared files; 20 unnamed channels get the published names (u10, v10, t2m, …).",
     )
-    split: Periods | None = Field(None, description="Days of each split; required for source kinds files and zarr.")
+    split: Periods | None = Field(None, description="Days of each split; required for source kinds `files` and `zarr`.")
     step_hours: PositiveInt | None = Field(
         None, description="Hours between the times that are kept. Absent: all times are kept."
     )
@@ -124,7 +124,7 @@ class Era5Dataset(DatasetSettings):
 
     @model_validator(mode="after")
     def _complete(self) -> Era5Dataset:
-        # An address is neither checked for changes nor for old consolidated metadata.
+        # Only a folder's path is checked for changes and old consolidated metadata, so a folder's address is refused.
         if isinstance(self.source, Era5Zarr) and self.source.store.startswith(("file:", "local:")):
             raise ValueError(f"store {self.source.store}: the address of a folder; give the folder's path")
         if isinstance(self.source, Era5Files | Era5Zarr):

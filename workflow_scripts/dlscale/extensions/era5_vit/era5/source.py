@@ -144,7 +144,7 @@ def open_variables(
         )
     with reading(path), open(path, "rb") as file:
         head = file.read(1024)
-    # A heading of a weather bulletin may precede this word. Attributes of NetCDF files may contain it.
+    # A heading of a weather bulletin may precede the word GRIB. Attributes of NetCDF files may contain this word.
     if b"GRIB" in head and not head.startswith((b"\x89HDF", b"CDF")):
         return _open_grib(path, wanted)
     if head.startswith(b"\x89HDF\r\n\x1a\n"):
@@ -613,7 +613,7 @@ def _humidity(t: Variable, q: Variable) -> Variable:
 
 Period = tuple[dt.date, dt.date]  # first and last day, inclusive
 
-#: NetCDF's default fill values of integers, by type and bytes. Files should not use those of one byte as values.
+#: NetCDF's default fill values of integers, by type and bytes; a file with such a value as data must set `_FillValue`.
 DEFAULT_FILL = {
     **{"i1": -127, "i2": -32767, "i4": -2147483647, "i8": -9223372036854775806},
     **{"u1": 255, "u2": 65535, "u4": 4294967295, "u8": 18446744073709551614},
@@ -628,7 +628,7 @@ UNITS = re.compile(
 #: CF's names of attributes that pack values or mark missing values; other names, such as ScaleFactor, are refused.
 CF_NAMES = ("scale_factor", "add_offset", "_FillValue", "missing_value", "valid_min", "valid_max", "valid_range")
 
-#: Units of values that are not 0 at all points. HDF5 reads 0 where a part of a chunk was never written.
+#: Units of fields that are never 0 at all points. HDF5 reads 0 where a part of a chunk was never written.
 NEVER_ZERO = ("K", "Kelvin", "kelvin", "Pa", "hPa")
 
 #: Attributes of packed values, with their values for plain values.

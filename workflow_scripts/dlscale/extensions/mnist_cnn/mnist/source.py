@@ -46,7 +46,7 @@ def read_idx(path: Path, ndim: int) -> np.ndarray:
     if data[:2] == b"\0\0" and len(data) > 3 and data[2] in TYPES:
         raise UserError(
             f"{path}: expected an IDX file of unsigned bytes with {ndim} axes, got {TYPES[data[2]]} with {data[3]} "
-            "axes. Of QMNIST's extended labels, extract the first column, the digit, as bytes"
+            "axes. From QMNIST's extended labels, extract the first column, the digit, as bytes"
         )
     if data[:3] != b"\0\0\x08" or len(data) < 4 + 4 * ndim or data[3] != ndim:
         cause = "colour images are not supported" if data[3:4] == b"\4" else "images and labels may be swapped"

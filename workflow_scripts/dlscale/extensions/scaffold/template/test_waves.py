@@ -1,4 +1,4 @@
-"""Tests of `waves` on a tiny dataset. The tests of any study skip missing features; add your own below."""
+"""Tests of `waves` on a tiny dataset. The imported tests skip parts that the study lacks; add tests below."""
 
 from __future__ import annotations
 
