@@ -1618,7 +1618,7 @@ def test_a_short_batch_may_have_as_many_samples_as_its_arrays(batch: object, sam
 def test_short_batches_have_samples_if_most_batches_have_the_loaders_size(
     tmp_path: Path, sizes: list[int], mean: float | None
 ) -> None:
-    """An epoch's short last batch counts with its own length only if nearly all batches have the loader's size."""
+    """An epoch's short last batch counts with its own length if at least 80 % of the batches have the loader's size."""
     clock = Clock(tmp_path)
     for _ in range(40):
         clock.iterator += 1
