@@ -74,7 +74,7 @@ def of_kinds(modules: list[str]) -> dict[str, str]:
 
 
 def test_extensions_declare_the_extensions_that_they_import() -> None:
-    """`USES` has the exceptions of the import contract in pyproject.toml, and `tune`, used by a sweep of mnist_cnn."""
+    """`USES` lists the imports that pyproject.toml allows between extensions, and `tune` for `mnist_cnn`'s sweep."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     (ignored,) = (contract["ignore_imports"] for contract in contracts if contract["type"] == "independence")
     allowed = {tuple(part.split(".")[2] for part in each.split(" -> ")) for each in ignored}

@@ -77,7 +77,7 @@ def test_a_file_of_a_model(tmp_path: Path, capfd: pytest.CaptureFixture[str]) ->
 
 
 def test_the_range_is_that_of_public_runs(capfd: pytest.CaptureFixture[str]) -> None:
-    """The shipped ratios are today's; the ViT of SC25 on 4 and 64 GPUs lies within the range."""
+    """The shipped ratios equal those computed now; the ViT of SC25 on 4 and 64 GPUs lies within the range."""
     shipped = yaml.safe_load(analytic.PUBLIC_RUNS.read_text())
     every = ratios()
     assert {name: len(own) for name, own in every.items()} == {

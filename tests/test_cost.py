@@ -130,8 +130,8 @@ def test_profile(tmp_path: Path) -> None:
 def test_a_published_figure_of_several_devices_counts_once(tmp_path: Path) -> None:
     """A published speed of several devices is divided by the number of devices.
 
-    Four GPUs together reached 202 samples/s, and eight GPUs reach twice this speed. Steps without averaging are a
-    fourth mode.
+    Four GPUs together reached 202 samples/s, so eight GPUs are expected to reach twice this speed. On several devices,
+    the stage measures a fourth mode: steps without averaging of gradients.
     """
     found = cost.estimate(work(load(tmp_path), "era5_published.bs64_opt", "throughput"), tmp_path, scheduler())
     assert found.basis == "published" and found.seconds == pytest.approx(4 * 6 * 50 * 64 / 202 + 120 + 24)

@@ -373,7 +373,8 @@ def test_a_formula_that_is_wrong_is_named(
 def test_peaks_are_near_rates_of_small_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     """Peaks are near the rates of a small product and of a copy within the cache.
 
-    The product's peak is above 0.8 times the former rate; the copy's peak is below 1.5 times the latter rate.
+    The peak of products exceeds 0.8 times the small product's rate; the peak of copies is below 1.5 times the rate of
+    the cached copy.
     """
     found = peaks.measure_peaks("fp32", CPU)
     assert found.dtype == "fp32"

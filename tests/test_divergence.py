@@ -192,7 +192,7 @@ def test_half_of_the_steps_may_be_left_out() -> None:
 
 
 def test_totals_over_ranks_leave_each_ranks_sums() -> None:
-    """A request during the validation saves the sums after their total is known; a resumed try adds them up again."""
+    """A training that is asked to end during its validation saves each rank's sums, which `total` must not change."""
 
     class Two(World):
         def sum(self, values: torch.Tensor) -> torch.Tensor:

@@ -191,7 +191,7 @@ def test_a_refused_submission_is_repeated_for_an_hour(
     executor.report_job_error(refused, "QOSMaxSubmitJobPerUserLimit")
     slurm.clock += 3600
     executor.report_job_submission(refused)
-    pauses.clear()  # after a successful submission, the hour starts anew
+    pauses.clear()  # after a successful submission, refusals are again retried for an hour
     while not executor.ended:
         executor.report_job_error(refused, "QOSMaxSubmitJobPerUserLimit")
         slurm.clock += pauses[-1]
@@ -199,8 +199,8 @@ def test_a_refused_submission_is_repeated_for_an_hour(
     assert executor.ended == [("failed", "job None")]
 
 
-#: sbatch that registers a job and prints its ID. The first call times out, after (file `first`: accepted) or before the
-#: registration.
+#: sbatch that registers a job and prints its ID. The first call times out: after the registration if the file `first`
+#: contains `accepted`, otherwise without it.
 SBATCH = """
 accept() { echo "$(($(cat accepted | wc -l) + 7))|$comment" >>accepted; tail -n 1 accepted | cut -d '|' -f 1; }
 for word; do [ "$last" = --comment ] && comment=$word; last=$word; done

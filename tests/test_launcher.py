@@ -406,7 +406,7 @@ def test_apptainer() -> None:
 
 
 def test_enroot() -> None:
-    """enroot gets mounts as lines of an fstab, and for each stage the GPUs, which an image may also set."""
+    """enroot gets mounts as lines of an fstab, and NVIDIA_VISIBLE_DEVICES, because an image may set it."""
     place = site(engine="enroot", image="/cfs/dlscale.sqsh", environment={"A": "b c", "D": None}, mounts={"/x": "/y"})
     found = launch(place, replace(WRITING, data=(r"/cfs/a b\c",)), None)
     assert found[:6] == [*PYTHON_HERE[:-1], "dlscale.launch.contain", "enroot", "start"]
@@ -597,7 +597,7 @@ def test_the_request_of_a_run_on_one_gpu(perlmutter: slurm.Scheduler) -> None:
         **{"nodes": 1, "mem_mb": 0, "cpus_per_task": 32, "gres": "gpu:1", "runtime": 720},
         **{"qos": "shared", "constraint": "gpu&hbm40g", "slurm_account": "m1234_g", "slurm_extra": "--signal=USR2@120"},
     }
-    # A program without a handler for USR2 would end.
+    # A program gets no warning before its time limit: without a handler, USR2 would end the program.
     assert "slurm_extra" not in slurm.request(perlmutter, "program", ONE)
 
 
@@ -718,7 +718,7 @@ PLACED = slurm.Scheduler.model_validate(
 
 
 def test_a_job_pays_for_its_largest_share_of_a_node() -> None:
-    """The shares of GPUs, CPUs and memory are compared."""
+    """A job is charged for the largest of its fractions of a node's GPUs, CPUs and memory."""
     shares = {(4, None, None): 0.5, (1, 48, None): 0.75, (4, None, 470_000): 0.94}
     for (gpus, cpus, memory), share in shares.items():
         geometry = Geometry(gpus_per_node=gpus, cpus=cpus, memory_mb=memory)
@@ -805,7 +805,7 @@ def test_old_keys_request_the_same_jobs(name: str, caplog: pytest.LogCaptureFixt
 
 @pytest.mark.parametrize(("part", "whole"), [*itertools.product((None, "a", "b"), (None, "b"))])
 def test_old_keys_choose_the_same_qos(part: str | None, whole: str | None) -> None:
-    """The translated queues choose, charge and refuse like `part_qos` and `whole_qos`, which the test evaluates."""
+    """The translated queues choose and refuse like `part_qos` and `whole_qos`, whose choice the test computes."""
     sizes = [Geometry(nodes=nodes, gpus_per_node=gpus) for nodes in (1, 2, 3) for gpus in (1, 2, 3, 4)]
     limits = (None, 1, 4)
     for gpus, few, most, geometry in itertools.product((0, 1, 4), limits, limits, sizes):
@@ -850,7 +850,9 @@ def test_requests_of_profiles_that_were_never_tried(name: str, gpu: str, two_nod
     found = [slurm.words(slurm.request(place.scheduler, "train", each)) for each in (ONE, EIGHT)]
     found.append(slurm.words(slurm.request(place.scheduler, "data", None)))
     assert [words.replace(" --signal=USR2@120", "") for words in found] == [gpu, two_nodes, data]
-    assert slurm.request(place.scheduler, "train", ONE, minutes=10_000)["runtime"] == 1440, "a job's time is limited"
+    assert slurm.request(place.scheduler, "train", ONE, minutes=10_000)["runtime"] == 1440, (
+        "the queue must limit the job's time"
+    )
     inside = " ".join(launch(place, HERE, EIGHT))
     assert inside.startswith("srun --nodes=2 --ntasks-per-node=4 --cpu-bind=cores ")
     assert f"{FABRIC}=infiniband" in inside and (f"{HOST_SUFFIX}=i" in inside) == (name == "juwels")

@@ -69,10 +69,14 @@ def test_the_remaining_work_is_estimated_as_time(tmp_path: Path) -> None:
     says(whole[0], left=1.0, part=True, time=now + 6)
     progress.look(now + 6)
     assert progress.left_of(whole[0], now + 6).seconds == pytest.approx(10), "a part's end must not be the job's end"
-    assert progress.left_of(whole[0], now + 106).seconds == pytest.approx(10), "overdue: a tenth of its time so far"
+    assert progress.left_of(whole[0], now + 106).seconds == pytest.approx(10), (
+        "an overdue job needs a tenth of its time so far"
+    )
     end(whole[0], 20)
     progress.look(now + 6)
-    assert progress.left(now + 6).seconds == pytest.approx(10 * 36 / 26), "the expected 26 s took 36 s"
+    assert progress.left(now + 6).seconds == pytest.approx(10 * 36 / 26), (
+        "the remaining job takes 36 / 26 of its estimate"
+    )
     end(whole[1])
     progress.look(now + 20)
     assert progress.left(now + 20).seconds == 0 and progress.share(now + 20) == 1

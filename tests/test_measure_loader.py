@@ -189,7 +189,7 @@ def test_unknown_loaders_are_reported(tmp_path: Path) -> None:
 
 
 def test_nothing_is_watched_unless_asked(tmp_path: Path) -> None:
-    """Without the option, no process of the program loads the watch."""
+    """Without `--loader`, the program does not load the module that times loaders."""
     code = "import sitecustomize as hook; print(*(each.__name__ for each in hook.EXTENSIONS))"
     assert "dlscale_loading" not in measure(tmp_path, "--", sys.executable, "-c", code).stdout
     assert "dlscale_loading" in measure(tmp_path, "--loader", "--", sys.executable, "-c", code).stdout
@@ -229,7 +229,7 @@ def test_an_error_stops_the_watch_only(watching: watch.ProcessSums) -> None:
 
 def test_a_write_while_another_thread_opens_an_array(watching: watch.ProcessSums) -> None:
     class Files(set[str]):
-        def __len__(self) -> int:  # the other thread's turn
+        def __len__(self) -> int:  # called by `write`: another thread opens an array
             watching._arrays.setdefault(2, {"files": {"b.h5"}})
             return 1
 

@@ -166,7 +166,7 @@ def test_a_validation_with_one_iterator_for_all_validations_is_no_training(
 def test_time_in_evaluation_mode_without_a_loader_is_a_validation_if_it_is_rare(
     tmp_path: Path, every: int, expected: float
 ) -> None:
-    """Evaluations before every step belong to the training, such as predictions that a loss needs."""
+    """Time in evaluation mode before every step belongs to the training: a loss may need another model."""
     clock, points = Clock(tmp_path), list[tuple[float, float]]()
     for number in range(200):
         begin = clock.now
@@ -291,7 +291,7 @@ def test_starting_and_ending_workers_counts_with_and_without_a_validation(
 @pytest.mark.parametrize("kind", ["seen", "log"])
 @pytest.mark.parametrize(("every", "extra"), [(10, 0.3), (4, 0.6), (10, 0.0), (0, 0.3)])
 def test_regular_long_steps_are_reported(tmp_path: Path, kind: str, every: int, extra: float) -> None:
-    """A validation without a loader, in a program whose modes are unknown, may look like a part of the training."""
+    """Long steps at equal distances are reported, because they may contain validations that dlscale cannot detect."""
     clock, points = Clock(tmp_path), list[tuple[float, float]]()
     for number in range(200):
         irregular = not every and (number * number) % 23 == 2
@@ -349,7 +349,7 @@ def test_a_validation_between_loops_is_not_a_step(tmp_path: Path) -> None:
 def test_work_between_epochs_is_a_finding(
     tmp_path: Path, gap: float, each: float, batches: int, expected: float
 ) -> None:
-    """Between epochs the program works for `gap` seconds, and before each batch for `each` seconds."""
+    """Work of `gap` seconds between epochs is a finding; work of `each` seconds before every batch is not."""
     clock = Clock(tmp_path)
     for _ in range(40):
         clock.now += gap
@@ -550,7 +550,7 @@ def test_the_limit_for_a_pause_applies_per_step() -> None:
 def test_waits_in_bursts_count_by_the_clock(
     workers: int, wait: float, count: int, every: int, validation: float
 ) -> None:
-    """A slow batch of one worker is followed by fast batches: the pace agrees with the clock, without validations."""
+    """A slow batch of one worker is followed by fast batches: the pace agrees with the clock outside of validations."""
     when, points, printed, trained = 1.7e9, list[tuple[float, float]](), list[tuple[float, float]](), [0.0]
     for step in range(1, count + 1):
         seconds = wait if workers > 1 and step % workers == 0 else 0.02
@@ -1039,7 +1039,7 @@ def test_trainings_in_one_log_are_apart(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", ["epochs in JSON", "epochs in folders", "clock"])
 def test_a_few_points_of_another_counter_do_not_count(tmp_path: Path, case: str) -> None:
-    """Steps of 10 ms: lines of validations count epochs, or the machine's clock is set back by 1 s once."""
+    """In a log of 10 ms steps, lines that count epochs, or the lines at which the clock is set back, are left out."""
     rows, when = list[tuple[str, int, float]](), BEGIN
     for step in range(2000):
         when += 0.01 - (case == "clock" and step == 1500)
@@ -1437,7 +1437,7 @@ def test_texts_without_a_complete_number_are_reported(tmp_path: Path, capfd: pyt
     )
 
 
-#: Form of rank labels → whether the form shows that a line is of a rank.
+#: Label of a line, with {} for the rank → whether the label certainly names a rank; None: no label.
 LABELS = {"{}: ": False, "[{}] ": False, "[rank{}]: ": True, "[1,{}]<stdout>:": True, "INFO [rank {}] ": True, "": None}
 
 
@@ -1491,7 +1491,7 @@ def printed_by(lines: Iterable[str], pattern: str) -> running.Outcome:
 def test_rates_of_several_bars_are_not_mixed(
     tmp_path: Path, names: tuple[str, str], speed: float, refused: bool
 ) -> None:
-    """Bars of training (20 it/s) and validation alternate; without seen steps, their mean is a rate of nothing."""
+    """Bars of training (20 it/s) and validation alternate: a pattern for both is refused if their speeds differ."""
     lines = list[str]()
     for epoch in range(6):
         for name, count, rate in ((names[0].format(epoch), 60, 20.0 + epoch / 10), (names[1], 200, speed)):
@@ -1525,7 +1525,7 @@ def test_inverted_rates_of_a_bar_count(tmp_path: Path, pattern: str, slow_first:
     [("10.1 it/s", True), ("82 samples/s", True), ("2.5 it/s", False), ("40 it/s", False), ("82,125 samples/s", False)],
 )
 def test_seen_steps_decide_on_printed_rates(tmp_path: Path, text: str, agrees: bool) -> None:
-    """A training makes 10 steps/s of 8 samples; a printed rate of epochs, of micro-batches or 82.125 is refused."""
+    """A training makes 10 steps/s of 8 samples: printed rates of epochs, of micro-batches or of 82,125 are refused."""
     Clock(tmp_path).epoch(100, wait=0.01, seconds=0.09)
     processes = steps.read(tmp_path)[1]
     run, read = printed_by([f"rate {text}"] * 9, r"rate ([\d.,]+)"), running.Reading(rate=r"rate ([\d.,]+)")
@@ -1618,7 +1618,7 @@ def test_a_short_batch_may_have_as_many_samples_as_its_arrays(batch: object, sam
 def test_short_batches_have_samples_if_most_batches_have_the_loaders_size(
     tmp_path: Path, sizes: list[int], mean: float | None
 ) -> None:
-    """The last batch of each epoch counts with its own samples; lengths of other batches may be something else."""
+    """An epoch's short last batch counts with its own length if at least 80 % of the batches have the loader's size."""
     clock = Clock(tmp_path)
     for _ in range(40):
         clock.iterator += 1
@@ -1750,7 +1750,7 @@ def test_steps_of_pytorch_1_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert [optimizer.step() for _ in range(3)] == [1, 2, 3]
     with monkeypatch.context() as worker:
         worker.setattr(torch.utils.data._utils.worker, "_worker_info", object())
-        optimizer.step()  # in a worker of a loader
+        optimizer.step()  # a step in a loader's worker does not count
     (file,) = tmp_path.glob("seen.*")
     time.sleep(timed.SECONDS)
     optimizer.step()  # this step also writes the steps noted before
@@ -1967,7 +1967,7 @@ def test_a_pipe_that_does_not_wait_loses_no_output(tmp_path: Path) -> None:
     ]
     with subprocess.Popen(command, cwd=tmp_path, env=variables(), stdout=write, stderr=subprocess.DEVNULL):
         os.close(write)
-        time.sleep(5)  # the pipe is full
+        time.sleep(5)  # until the pipe is full
         with open(read) as lines:
             text = lines.read()
     assert [int(number) for number in re.findall(r"avg (\d+) ", text)] == list(range(1, 301))
@@ -3076,4 +3076,6 @@ def test_a_log_counts_the_steps_of_the_training(counted: str, counts: str | None
     half = replace(
         process, steps=made[:100], batches=[each for each in batches if each[0] < 100], gaps=[(100.0, 201.0)]
     )
-    assert counted != "step" or steps.log_counts_other(points, half) is None, "steps in gaps are not noted"
+    assert counted != "step" or steps.log_counts_other(points, half) is None, (
+        "the log may have steps of a gap, which are not noted"
+    )

@@ -188,7 +188,7 @@ def test_rows_of_any_type_go_through_every_stage(module: str, tmp_path: Path, dt
 def test_curves_are_drawn_and_short_vectors_have_a_histogram(
     tmp_path: Path, module: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each row of the picture is a row of the file, for curves with and without channels; a pair has no picture."""
+    """Each row of the picture is a row of the file, also for curves with channels; short vectors have a histogram."""
     curves = np.arange(40 * 2 * 64, dtype=np.float32).reshape(40, 2, 64)
 
     def open_source(dataset: Any, part: Part, paths: list[Path]) -> ArraySource:

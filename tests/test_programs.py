@@ -593,7 +593,7 @@ def test_invalid_words_are_refused(program: dict[str, Any], message: str) -> Non
 def test_a_command_that_starts_its_processes_must_get_the_number_of_nodes(
     program: dict[str, Any], accepted: bool
 ) -> None:
-    """Otherwise a run on two nodes would measure one of them; on one node any command is accepted."""
+    """Without this number, a run on two nodes would measure only one node; on one node any command is accepted."""
     for nodes in (1, 2):
         run = {"geometry": {"nodes": nodes, "gpus_per_node": 4}, "program": {"start": "itself", **program}}
         raw = {"targets": ["mine"], "plans": {"mine": {"study": "program", "runs": {"a": run}}}}

@@ -109,7 +109,7 @@ def test_the_program_with_transformer_engine_runs_next_to_the_same_mesh(tp: int,
 
 
 def test_the_program_with_transformer_engine_has_its_published_figures() -> None:
-    """SC25's speed and losses are of full epochs, so the short run is only like that run; its memory is the same."""
+    """Speed and losses of SC25's full epochs have the short program under `like`, its memory has it under `runs`."""
     run = ("era5_published_program_te", "program")
     figures = resolve.study_files()["era5_vit"].published
     assert [figure.speed for figure in speeds_of(figures, *run)] == [156.8]

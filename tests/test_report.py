@@ -738,7 +738,7 @@ def triplet(io: float, synthetic: float, full: float) -> Throughput:
         ),
         ((5000.0, 40.0, 39.0), "computation", "98\u00a0% of"),
         ((100.0, 95.0, 90.0), "loading and computing", "95\u00a0% of"),
-        ((100.0, 100.0, 50.0), "missing overlap", "take turns instead of overlapping"),  # in turn: 50
+        ((100.0, 100.0, 50.0), "missing overlap", "take turns instead of overlapping"),  # in turn: 50 samples/s
         ((1000.0, 200.0, 120.0), "computation", "one after the other would be: both may compete for"),  # in turn: 167
         ((100.0, 50.0, 38.0), "computation", "only partly"),
         ((1000.0, 200.0, 214.0), "computation", "214 samples/s, the rate of computing within noise"),
@@ -752,7 +752,7 @@ def test_the_limit_of_a_run(rates: tuple[float, float, float], what: str, why: s
 @pytest.mark.parametrize(
     ("full", "std", "count", "beyond"),
     [
-        ((242.0, 3.5), 12.0, 3, True),  # 4.30 standard errors of 7.2 samples/s are 31 samples/s
+        ((242.0, 3.5), 12.0, 3, True),  # the noise is 31 samples/s: 4.30 standard errors of 7.2
         ((172.0, 3.5), 12.0, 3, False),
         ((172.0, 3.5), 2.0, 3, True),  # the noise is 10 samples/s, a tenth of the rate is 14
         ((155.0, 0.1), 0.1, 3, False),  # 8 % too high: 10 % counts as noise

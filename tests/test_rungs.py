@@ -254,7 +254,7 @@ def test_each_rung_trains_like_the_plain_step(study: str, name: str) -> None:
             if "pure" in name:  # the rounding of weights exceeds the updates
                 assert distance(weights[key], value) <= rung.value, key
             elif not key.endswith("attention.k.bias"):
-                rounding = torch.finfo(torch.float32).eps * value.norm()  # of weights near 1, which change by 1e-4
+                rounding = torch.finfo(torch.float32).eps * value.norm()  # weights are near 1 and change by 1e-4
                 assert (weights[key] - value).norm() <= rung.gradient * (value - start[key]).norm() + rounding, key
         step.load(plain.shards(), step.scaler.state_dict())  # both steps continue with the same weights
 
@@ -400,9 +400,9 @@ def test_a_gradient_that_overflows_changes_no_weight(fused: bool) -> None:
 
 @pytest.mark.parametrize("precision", ["fp16", "fp16_master"])
 def test_a_constant_loss_scale_trains_as_the_dynamic_scale_of_this_value(precision: str) -> None:
-    """The scale survives growth, an overflow and a checkpoint; without these, updates equal those of PyTorch's scaler.
+    """Updates equal those of PyTorch's dynamic scaler; the constant scale survives growth, overflow and checkpoint.
 
-    A dynamic scale begins at 65536.
+    The dynamic scale begins at 65536, which is the constant scale of this test.
     """
     x, y = batch("era5_vit", 6)
     dynamic, constant, restored = (

@@ -554,7 +554,9 @@ def test_the_cost_of_a_target_is_the_mean_over_seeds(results: Results) -> None:
     assert (last["Training", "learning rate"], last[heading, "time"]) == (("0.00400", "linear"), ("–", ""))
     plan.runs[0].settings["training"]["target"]["value"] = 0.1
     other = scaling.convergence(PlanResult(plan.record, plan.runs))
-    assert other and "the lowest value that all trainings reach" in other.about, "the runs have different targets"
+    assert other and "the lowest value that all trainings reach" in other.about, (
+        "runs with different targets need a common value"
+    )
 
 
 def test_a_diverged_training_is_reported_and_drawn_until_divergence(results: Results) -> None:

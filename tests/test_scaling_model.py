@@ -291,10 +291,10 @@ def test_fsdp_against_a_clock() -> None:
         sent = max(sent, backward) + 2 * each
     found = step(CLUSTER, work, COSTS, job)
     assert found.exposed == pytest.approx(computed - compute / 3 + sent - compute * 2 / 3)
-    # Three times the weights are sent. The hidden part of the exchange slows computing.
+    # Three exchanges have the weights' size: two all-gathers and a reduce-scatter. Their hidden part slows computing.
     assert found.slowed == pytest.approx(COSTS.slowdown * (3 * 4 * each - found.exposed)) and found.slowed > 0
-    # Weights that are kept after the forward pass are not gathered again. Each of the three exchanges, two all-gathers
-    # and a reduce-scatter, may have its own number format.
+    # Weights that are kept after the forward pass are not gathered again. Each of the three exchanges may have its own
+    # number format.
     kept = step(CLUSTER, replace(work, gathered=(234e6, 0)), COSTS, job)
     half, bare = (Machine(tuple(replace(each, latency=0) for each in CLUSTER.levels)) for _ in "12")
     one = half.all_gather(468e6, 8)

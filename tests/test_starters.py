@@ -116,7 +116,7 @@ def test_a_run_on_several_nodes_listens_only_at_the_interface_of_the_first_node(
         # 5737).
         ("192.0.2.1", 0, 1, UserError, r"^site\.rendezvous .*192\.0\.2\.1.* cannot listen.*NODE_RANK=1"),
         ("127.0.0.1", 0, 1, PeerLost, r"not all of the run's 2 processes connected to 127\.0\.0\.1"),
-        # If MPI puts rank 1 on the second node, a node's files would be written by two ranks.
+        # MPI put rank 1 on the second node, as its first process: consecutive ranks must be on the same node.
         ("127.0.0.1", 1, 2, UserError, "process 1 is number 0 on its node, expected 1: .*mpirun --map-by ppr:2:node"),
     ],
     ids=["taken for the first", "the others do not come", "dealt out"],

@@ -194,7 +194,9 @@ def test_energy_per_sample() -> None:
     assert (run.energy_per_sample, run.energy) == (pytest.approx(2 * 100 / 50), pytest.approx(2 * sum(watts)))
     resumed = result([samples[5:]], *epochs, resumed_from_step=1)
     assert resumed.energy is None and resumed.energy_per_sample == pytest.approx(100 / 50)
-    assert result([samples[12:]], *epochs[:2]).energy_per_sample is None, "an earlier attempt trained the counted epoch"
+    assert result([samples[12:]], *epochs[:2]).energy_per_sample is None, (
+        "an epoch of an earlier attempt has no telemetry"
+    )
     assert result([], *epochs).energy_per_sample is None
 
 

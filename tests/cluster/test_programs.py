@@ -80,7 +80,8 @@ def test_the_exit_status_of_a_program_is_reported(make: Callable[..., Flow]) -> 
 def test_a_retry_resumes_from_the_programs_checkpoint(make: Callable[..., Flow], cluster: Cluster, how: str) -> None:
     """On two nodes, a retry resumes from the program's checkpoint, and the result covers all attempts."""
     plan = {"measure": ["train"], "runs": {"two": {"geometry": {"nodes": 2}}}}
-    seconds, retries = (1.0, "--retries=2") if how == "preempted" else (4.5, "--retries=4")  # 162 s of 2 minutes
+    # With steps of 4.5 s, the training takes 162 s, but the time limit is two minutes.
+    seconds, retries = (1.0, "--retries=2") if how == "preempted" else (4.5, "--retries=4")
     flow = make(plan, f"--seconds={seconds}")
     if how == "preempted":
         flow.config["site"] = {**SITE, "scheduler": {"run_queues": ["preempt"]}}

@@ -142,7 +142,7 @@ def run_trial(args: argparse.Namespace, k: int, folder: Path, expected: dict[str
         state = draw.choice([*COMMANDS[what].states, *(["done"] if kind in ON_FILES else [])])
     else:
         kind, what, state = SHORT[k]
-    # a finished result takes as long as a dry run
+    # a call for a finished result takes as long as a dry run: 5 s
     usual = (
         expected["seconds"].get(COMMANDS[what].step, 5.0)
         if state != "done" or COMMANDS[what].step not in STEPS
