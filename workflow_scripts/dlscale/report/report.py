@@ -211,16 +211,19 @@ def dataset(folder: Path, name: str) -> View:
 
 def _field(name: str, field: str, info: FieldInfo) -> Table:
     grid = f"{' × '.join(map(str, info.grid))} points" if info.grid else "one value per row"
+    formulas = [_formula(each) for each in info.transforms]
     columns = [
         ("", "channel", [cell(channel) for channel in info.channels]),
         ("", "physical unit", [cell(text.unit(of) or "1") for of in info.units]),
-        ("", "model sees", [cell(formula) for formula in (formulas := [_formula(each) for each in info.transforms])]),
+        ("", "model sees", [cell(formula) for formula in formulas]),
     ]
     known = {"mean": info.mean, "standard deviation": info.std, "minimum": info.minimum, "maximum": info.maximum}
-    shown = partial(text.number, digits=4)
-    columns += [("", heading, [cell(value, shown) for value in values or []]) for heading, values in known.items()]
-    units = ", in physical units" if info.stored == "physical" else ", in model units"
-    caption = f"{field}, {grid}. Statistics are of the training part{units * any(x != 'x' for x in formulas)}."
+    columns += [
+        ("", heading, [cell(value, partial(text.number, digits=4)) for value in values or []])
+        for heading, values in known.items()
+    ]
+    units = f", in {'physical' if info.stored == 'physical' else 'model'} units" if {*formulas} != {"x"} else ""
+    caption = f"{field}, {grid}. Statistics are of the training part{units}."
     return table(columns, caption, f"Channels of {field}, {name}", sortable=False)
 
 

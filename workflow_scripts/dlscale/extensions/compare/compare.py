@@ -84,7 +84,7 @@ def of_results(args: argparse.Namespace, configuration: Configuration | None) ->
         names = " and ".join(args.results)
         raise UserError(
             f"{names}: --gate cannot compare any run. Expected a run that was timed at least twice in both results, "
-            "with the same work on the same device, without other programs beside it"
+            "with the same work on the same device, while no other program was running"
         )
     if args.json:
         print(json.dumps({"runs": found, "alone": lone}, indent=2))

@@ -83,7 +83,7 @@ def _style() -> Iterator[None]:
     import matplotlib
 
     logging.getLogger("fontTools").setLevel(logging.WARNING)  # it logs each step of embedding a font
-    style = {"svg.hashsalt": "dlscale", "svg.fonttype": "none", "pdf.fonttype": 42}
+    style: dict[Any, Any] = {"svg.hashsalt": "dlscale", "svg.fonttype": "none", "pdf.fonttype": 42}
     with matplotlib.rc_context(style | {"text.parse_math": False}):  # draw `$` as text
         yield
 
