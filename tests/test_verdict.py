@@ -523,7 +523,7 @@ def test_the_card_of_a_program_has_the_findings_of_the_terminal(tmp_path: Path, 
     """The card does not ask for loading alone and computing alone, which a program does not have."""
     results, found = Results(tmp_path / "results"), program(waiting=waiting, training=0.4)
     told = " ".join(" ".join(lines("p.r", verdict(Evidence({}, found)))).split())
-    assert "much time outside training, about 60 %" in told
+    assert "much time outside training: about 60 %" in told
     found.write(results.run("p", "r", epochs=0) / "throughput.json")
     results.plan("p", {"r": "R"}, measure=("throughput",))
     card = results.report().partition("<h4>What bounds it?</h4>")[2].partition("<h4>How good?</h4>")[0]

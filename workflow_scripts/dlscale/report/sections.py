@@ -215,7 +215,7 @@ def line(plan: PlanResult) -> str:
         if not plan.record.sweep:
             said.append(f"best run “{found['run']}”: {told}" if several else told)
     if busy := disturbance(plan.runs):
-        said.append(f"speed probably too low ({busy.tag}): {busy.summary}")
+        said.append(f"{busy.tag}: speeds are probably too low")
     return f"{plan.name}: {'; '.join(said) or 'nothing was measured'}"
 
 
@@ -432,7 +432,7 @@ def runs_table(plan: PlanResult) -> Table:
         ("Run", "run", lambda run, row: heading(plan, run, order[run])),
         ("Run", "what it changes", lambda run, row: cell(plan.changed(run))),
         ("Run", "batch size", lambda run, row: cell(run.batch_size, text.count)),
-        ("Throughput (samples/s)", "median epoch", column("train_samples_per_second")),
+        ("Throughput (samples/s)", "median over epochs", column("train_samples_per_second")),
         *(("Throughput (samples/s)", mode, column(f"{mode.lower()}_samples_per_second")) for mode in MODES),
         ("Throughput (steps/s)", "whole program", column("train_steps_per_second")),
         ("Throughput (steps/s)", "FULL", column("full_steps_per_second")),
@@ -624,8 +624,8 @@ def waterfall(plan: PlanResult, page: Page) -> Section | None:
         rows[-1] |= {"end": max(begin, over.ratio), "ratio": over.words, "was": was.what if was else text.NONE}
         reached = over.ratio
     words = (
-        "Speed of each rung, relative to the first run. Each bar starts at the speed of the rung before. The label of "
-        "a bar is the speed-up over the rung before, and what limited the rung before."
+        "Speed of each rung, relative to the first run. Each bar starts at the speed of the rung before it. A label "
+        "gives the speed-up over the rung before, and the bottleneck of the rung before."
     )
     shown = {"ratio": "over the first run", "said": "over the rung before", "was": "limit of the rung before"}
     more: View = {"colours": STEPS, "by": "step", "stacked": True, "shown": shown, "facts": plan.facts, "room": 1.8}
@@ -666,7 +666,8 @@ def rates(plan: PlanResult, runs: Sequence[RunResult], unit: str = SAMPLE_RATE) 
         {"run": run.called, "mode": MODE_NAMES[mode], "from": 0.0, "to": trials.mean, "end": trials.mean + trials.std}
         | {"low": trials.mean - trials.std, "high": trials.mean + trials.std, "said": text.number(trials.mean)}
         | {
-            "value": f"{text.number(trials.mean)} (standard deviation {text.number(trials.std, 2)})",
+            "value": text.number(trials.mean)
+            + f" (standard deviation {text.number(trials.std, 2)})" * (len(trials.trial_time) > 1),
             "trials": len(trials.trial_time),
         }
         for run in runs

@@ -51,7 +51,7 @@ def disturbance(runs: Sequence[RunResult], call: str = "snakemake") -> Disturban
         "busy machine",
         _load(foreign, len(runs), "other programs", "was measured" if len(foreign) == 1 else "were measured"),
         "These rates are probably too low; only speed-ups with ± are known. Measure again on an idle machine"
-        + (f": {call} --force {shlex.join(files)}" if files else "."),
+        + (f": {call} plan_{runs[0].folder.parent.name} --forcerun {shlex.join(files)}" if files else "."),
     )
 
 
@@ -147,7 +147,7 @@ def format_findings(found: Verdict) -> list[str]:
     """Format the reason, the findings and the next step as lines of text."""
     text = _wrapped(found.bound.why) if found.bound else []
     for finding in found.findings:
-        costs = "" if finding.share is None else f", about {percent(finding.share)} of the time"
+        costs = "" if finding.share is None else f": about {percent(finding.share)} of the time lost"
         text += ["", f"  {finding.what}{costs}", *_wrapped(finding.why)]
     text += ["", *_wrapped(found.limit)] if found.limit else []
     return [*text, "", *_wrapped(f"Try next: {found.todo}")]
