@@ -200,7 +200,7 @@ def test_incomparable_results_give_one_message(
 
 @pytest.mark.slow
 def test_five_per_cent_fail_the_comparison_and_noise_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With 1 % noise, at most 2 of 40 equal results fail, and at least 38 of 40 results with a 5 % slower run."""
+    """With 1 % noise, at most 2 of 40 equal results fail; if a run is 5 % slower, at least 38 of 40 results fail."""
     monkeypatch.chdir(tmp_path)
     machine = Machine(tmp_path, seed=5)
     machine.measure("before", SPEEDS)

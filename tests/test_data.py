@@ -323,7 +323,7 @@ def test_series_carry_names_units_coordinates_and_provenance(era5_data: Path) ->
         assert len(hours) == 4 * 5 and (np.diff(hours) == 6).all()
         np.testing.assert_allclose(file["sum/fields"], file["fields"][()].sum(axis=0, dtype=float), rtol=1e-12)
         assert np.datetime64("1970-01-01T00") + np.timedelta64(int(hours[0]), "h") == np.datetime64("2001-01-01T00")
-        assert file["fields"].chunks is None  # each time is contiguous
+        assert file["fields"].chunks is None  # not chunked: the fields of a time are contiguous
         assert json.loads(file.attrs["source"])["source_files"] == [str(era5_data / "source" / "2001.nc")]
         assert json.loads(file.attrs["settings"]).items() <= manifest.provenance["settings"].items()
     both = np.concatenate([stored(era5_data / "train" / f"{year}.h5", "fields") for year in (2001, 2002)])

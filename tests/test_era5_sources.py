@@ -1196,7 +1196,7 @@ ABOVE, ENSEMBLE, RAIN = (
     {"productDefinitionTemplateNumber": 2},
     {"paramId": 228, **OVER_TIME},
 )
-#: Channel, GRIB keys of the fields at even and at odd times, and the property in which they differ, by case.
+#: By case: channel, GRIB keys of two kinds of fields (alternating in a file, or in two files), and expected message.
 KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "members": ("t2m", {**MEMBER, "number": 0}, {**MEMBER, "number": 3}, "number is 0 in .*, 3 in"),
     "a member and no member": ("t2m", {}, {**MEMBER, "number": 3}, "number is 0 in .*, 3 in"),

@@ -76,7 +76,7 @@ def test_plans_run_without_an_extension(repository: Path, removed: list[str]) ->
 def test_the_core_alone_trains_measures_and_reports(repository: Path, removed: list[str]) -> None:
     """Without extensions, the smallest study and an external study run up to their pages."""
     new = [sys.executable, "-m", "dlscale", "new-study", "waves"]
-    assert subprocess.run(new, cwd=repository).returncode == 0  # here, no extension is missing
+    assert subprocess.run(new, cwd=repository).returncode == 0  # without `called`: with all extensions
     for words in (["starter_demo"], ["waves_ladder", "--configfile", "waves/waves_run.yaml"]):
         done = called(repository, "-m", "dlscale", "run", *words)
         assert done.returncode == 0, done.stderr

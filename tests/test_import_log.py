@@ -156,7 +156,7 @@ def test_epochs_from_zero_end_after_the_first_one(
     shift = int("from 0" in printed)
     assert points(found, "loss/valid", "samples") == [(500 * (step + shift), 1.0) for step in steps["Val"]]
     assert points(found, "loss/valid", "samples")[0][0] == 500 * first
-    begin = 0 if first else 100  # time starts with the writer, or with the untrained model
+    begin = 0 if first else 100  # the writer's start, or the time of point 0 (untrained model)
     assert [x for x, _ in points(found, "loss/valid", "time")] == [100 * (step + 1) - begin for step in steps["Val"]]
 
 

@@ -148,7 +148,10 @@ def bases(folder: Path) -> None:
 
 
 def mistake(file: Path, other: bytes, random: Random) -> None:
-    """Change a configuration in up to three places; note the changed keys in the file `changed` of its folder."""
+    """Change a configuration in up to three places, and sometimes a value in its text.
+
+    The file `changed` next to it names the changed and the misspelt keys, unless a value in the text was changed.
+    """
     raw, misspelt = yaml.safe_load(file.read_text()), dict[str, str]()
     places = [_change(raw, misspelt, random) for _ in range(random.choice([1, 1, 1, 2, 3]))]
     text = yaml.safe_dump(raw, sort_keys=False, allow_unicode=True).replace(DEEP, "[" * 5_000)

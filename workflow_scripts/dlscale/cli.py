@@ -206,7 +206,11 @@ def parser() -> argparse.ArgumentParser:
     for name, row in rows.items():
         example = f"Example: {row.example}" if isinstance(row, Query) else None
         added = commands.add_parser(name, description=row.text, epilog=example, formatter_class=_Defaults)
-        added.add_argument("--log", metavar="FILE", help="write the log to FILE instead of the terminal")
+        added.add_argument(
+            "--log",
+            metavar="FILE",
+            help="write all output to FILE; errors also to the terminal",
+        )
         of_runs = isinstance(row, Stage) and row.scope == "run"
         configured = isinstance(row, Query) and row.configured
         added.reorders = isinstance(row, Query)

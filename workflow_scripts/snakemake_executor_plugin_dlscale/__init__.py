@@ -65,7 +65,7 @@ class Executor(SlurmExecutor):
 
     def __post_init__(self, test_mode: bool = False) -> None:
         self._checked: list[SubmittedJobInfo] = []  #: Jobs of the running status check that have not ended.
-        self._seen: dict[str, float] = {}  #: Time of the last entry in `squeue`, by Slurm's job ID.
+        self._seen: dict[str, float] = {}  #: Time when `squeue` last listed a job, by Slurm's job ID.
         self._reported: set[tuple[str, str]] = set()  #: Slurm's ID and state of stuck jobs that the log names.
         self._submitted: set[str] = set()  #: Slurm's IDs of all submitted jobs, for array jobs the ID of the array.
         self._refused: dict[int, tuple[float, float]] = {}  #: Start of attempts and next pause, s, by `id` of the job.

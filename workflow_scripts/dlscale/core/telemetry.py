@@ -55,7 +55,7 @@ class Sample:
 
     time: float  #: Seconds since 1970-01-01 UTC.
     seconds: float
-    cores: int  #: Number of cores of the machine.
+    cores: int  #: Number of the machine's logical CPUs (hardware threads).
     cpu: float | None = None  #: Fraction of the machine's processor time that was used, 0 to 1.
     cpu_run: float | None = None  #: Fraction of the processor time that the run's processes used.
     cpu_others: float | None = None  #: Fraction of the processor time that all other processes used.

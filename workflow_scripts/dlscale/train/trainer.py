@@ -32,8 +32,8 @@ from dlscale.train.weight_files import load_weights
 
 #: Remedies for a loss or gradient that is not finite.
 ADVICE = (
-    "lower optimizer.lr, add schedule.warmup_steps, set optimizer.clip_norm, or use precision bf16 or fp32; "
-    "training.on_divergence: skip leaves such steps out. Checkpoints of earlier epochs are kept"
+    "If the data are correct, lower optimizer.lr, add schedule.warmup_steps, set optimizer.clip_norm, or use precision "
+    "bf16 or fp32. Checkpoints of earlier epochs are kept"
 )
 
 
@@ -258,9 +258,7 @@ class Trainer:
         if not bad or self.step.skips:
             valid_loss, metrics = self.validate([requests])
             if not math.isfinite(valid_loss) and self.run.training.on_divergence != "stop":
-                raise UserError(
-                    f"epoch {epoch + 1}: the validation loss is {valid_loss}. If the data are correct, {ADVICE}"
-                )
+                raise UserError(f"epoch {epoch + 1}: the validation loss is {valid_loss}. {ADVICE}")
         return Epoch(
             epoch=epoch + 1,
             step=done + steps,
@@ -292,7 +290,10 @@ class Trainer:
             f"`dlscale batch {self.name} --step {first + 1}` shows this batch"
         )
         if (2 * len(bad) > steps) if self.step.skips else (self.run.training.on_divergence == "fail"):
-            raise UserError(f"{text}. If the data are correct, {ADVICE}")
+            raise UserError(
+                f"{text}. {'More than half of the steps are bad. ' * self.step.skips}{ADVICE}"
+                + ". on_divergence: skip leaves such steps out" * (not self.step.skips)
+            )
         logging.warning("%s%s", text, ". Left out" * self.step.skips)
 
     def rate(self, number: int) -> float:

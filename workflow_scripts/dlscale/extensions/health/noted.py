@@ -207,7 +207,7 @@ def write_at_exhaustion(log: Any) -> None:
 
 
 def start(log: Any) -> dict[str, Any]:
-    """Write notes whenever the steps are written, and a snapshot after exhaustion; called by dlscale's hook."""
+    """Write notes with the steps, and the GPU allocator's state if its memory runs out; dlscale's hook calls this."""
     write_at_exhaustion(log)
     log.on_write.append(Notes(log).look)
     return {}

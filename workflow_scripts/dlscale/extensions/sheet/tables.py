@@ -41,7 +41,7 @@ def grid(title: str, columns: Sequence[str], rows: Sequence[Row], note: str = ""
 
 
 def unscaled(evidence: Evidence) -> Iterator[Fact]:
-    """Yield open facts for kinds of scaling that were not measured, and for runs without results."""
+    """Yield open facts: kinds of scaling that were not measured, unknown efficiencies, and runs without results."""
     there, run = {plan.record.kind for plan, _ in evidence.scaled}, evidence.shown
     for kind, title in KINDS.items():
         if kind not in there:

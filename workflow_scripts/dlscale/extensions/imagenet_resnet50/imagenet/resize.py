@@ -75,7 +75,7 @@ def _filter_rows(strip, origin, filters, sums, narrow):  # type: ignore[no-untyp
 
 @compiled
 def _store_strip(narrow, flip, wide, row):  # type: ignore[no-untyped-def]
-    """Copy `narrow` [3, columns, height] to `wide` [3, rows, columns] from row `row` on; `flip` mirrors the rows."""
+    """Transpose `narrow` [3, columns, height] into `wide` [3, rows, columns] at `row`; `flip` reverses the columns."""
     columns, height = narrow.shape[1:]
     for c in range(3):
         for r in range(height):
