@@ -92,9 +92,9 @@ def synthesis(spectral: Complex, table: Real, longitudes: int) -> Real:
 class Sphere:
     """Gaussian grid on which quadratic products of truncated fields can be projected without aliasing.
 
-    T is the truncation. `mu` [J], with J >= (3 T + 1) / 2, are the nodes of the grid from south to north; the `weights` [J] of the nodes
-    have the sum 1. `kept` [T+1, T+2] is true for the coefficients of a scalar, m <= n <= T. `table` takes
-    8 (T+1) J (T+2) bytes.
+    T is the truncation. `mu` [J], with J >= (3 T + 1) / 2, are the nodes of the grid from south to north; the `weights`
+    [J] of the nodes have the sum 1. `kept` [T+1, T+2] is true for the coefficients of a scalar, m <= n <= T. `table`
+    takes 8 (T+1) J (T+2) bytes.
     """
 
     def __init__(self, truncation: int) -> None:
