@@ -362,6 +362,8 @@ def test_files_with_mistakes_of_their_own(tmp_path: Path, capfd: pytest.CaptureF
         ("a: 1\nb: &b\n  c: [*b]\n", "line 2: not valid YAML: found unconstructable recursive node"),
         ("a:\n\tb: 1\n", "line 2: not valid YAML: found character"),
         ("a: " + 3000 * "[", "not valid YAML"),
+        *(("a: " + 100_000 * each, "more than 10,000 levels") for each in ("[", "{a: ", "[{a: ")),
+        *((100_000 * each, "more than 10,000 levels") for each in ("- ", "? ")),  # libyaml would overflow the stack
         ('a: "\\ud800"\n', "line 1: not valid YAML: found invalid Unicode character"),
         ('a: [1, "b\\0"]\n', "line 1: not valid YAML: a NUL character; remove it"),
         ('a: 1\n"b\\0": 1\n', "line 2: not valid YAML: a NUL character; remove it"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -20,7 +21,7 @@ import torch
 from dlscale.config import resolve as config
 from dlscale.core.errors import UserError
 from dlscale.data import parts, store
-from dlscale.data.describe import check_disjoint
+from dlscale.data.describe import check_disjoint, describe_own
 from dlscale.data.kind import name_files, stem
 from dlscale.data.manifest import IDENTITY, FieldInfo, File, Manifest, Transform
 from dlscale.data.reads import load_dataset
@@ -343,6 +344,14 @@ def test_the_same_settings_make_the_same_files(cosmo_data: Path, tmp_path: Path)
     assert len(paths) == 3 * 4  # raw, in pieces, and final
     for path in paths:
         assert (tmp_path / path).read_bytes() == (cosmo_data / path).read_bytes(), path
+
+
+def test_a_file_of_another_split_is_refused(cosmo_data: Path, tmp_path: Path) -> None:
+    """The workflow describes a file again after its time changed. A file of another split must not count then."""
+    folder = shutil.copytree(cosmo_data, tmp_path / "data")
+    shutil.copy(cosmo_data / "valid/box002.h5", folder / "train/box001.h5")
+    with pytest.raises(UserError, match=r"box001\.h5: has the data of valid/box002; delete this file and run"):
+        describe_own(load_dataset(folder / "config.yaml"), folder)
 
 
 # ---- splits share no data ------------------------------------------------------------------------------

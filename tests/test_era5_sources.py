@@ -1008,7 +1008,7 @@ def test_a_missing_chunk_of_a_remote_store_is_refused(
 def test_a_missing_chunk_within_a_shard_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, numbers: str, mark: int | None, remote: bool, place: str
 ) -> None:
-    """A missing chunk within a shard would be read as 0; chunks of other times may be missing in a remote store."""
+    """A missing chunk within a shard, which would be read as 0, is refused; in a remote store, only of wanted times."""
     monkeypatch.setattr(era5_zarr, "_LONGEST_WAIT_S", 0.01)
     states, folder = atmosphere(names=("t2m",)), tmp_path / "store"
     states.drop_vars("t2m").to_zarr(folder, zarr_format=3, consolidated=False)

@@ -333,6 +333,33 @@ def test_points_of_two_writers_at_the_same_time_are_joined(results: Path, tmp_pa
     assert [(step, value) for step, _, value in found] == [(step, 2.0 - step % 2) for step in range(1, 21)]
 
 
+@pytest.mark.parametrize("valid", [{}, {600: 0.5}, {600: 0.5, 700: 0.4}], ids=["none", "one", "two"])
+@pytest.mark.parametrize("first", [520, 0], ids=["resumed", "from the start"])
+def test_a_curve_with_few_points_after_a_restart_has_none_of_the_abandoned_try(
+    results: Path, tmp_path: Path, first: int, valid: dict[int, float]
+) -> None:
+    """The curve of the training shows that the program resumed, or began again; an evaluator's log stays complete."""
+    train = [(step, step / 2, {"train": 1.0}) for step in range(0, 1061, 20)]
+    write(
+        tmp_path / "log/events.out.tfevents.1", [*train, *((s, s / 2, {"valid": 1.0}) for s in range(100, 1001, 100))]
+    )
+    write(tmp_path / "log/events.out.tfevents.2", [(s, s / 3, {"other": 3.0}) for s in range(0, 2001, 100)])
+    more = [(step, 5000 + step / 2, {"train": 2.0}) for step in range(first, 741, 20)]
+    again = [(step, 5000 + step / 2, {"valid": value}) for step, value in valid.items()]
+    write(tmp_path / "log/events.out.tfevents.3", [*more, *again])
+    tags = ("--tag", "train=loss/train", "--tag", "valid=loss/valid", "--tag", "other=samples_per_second")
+    assert bring(tmp_path / "log", *tags, "--counts", "step") == 0
+    found = {
+        name: [(step, value) for step, _, value in points]
+        for name, points in Reference.read(results / "references/theirs/reference.json").curves.items()
+    }
+    kept = [(step, 1.0) for step in range(0, first, 20)]
+    assert found["loss/train"] == kept + [(step, 2.0) for step in range(first, 741, 20)]
+    expected = [(step, 1.0) for step in range(100, first, 100)] + [*valid.items()]
+    assert found.get("loss/valid", []) == [(step, pytest.approx(value)) for step, value in expected]
+    assert found["samples_per_second"] == [(step, 3.0) for step in range(0, 2001, 100)]
+
+
 def test_the_times_of_a_second_training_in_one_file_begin_with_it(results: Path, tmp_path: Path) -> None:
     second = [(step, 40.0 + step, {"Loss/valid": 2.0}) for step in range(5)]
     write(tmp_path / "log/events.out.tfevents.1", [*curve(*range(10)), *second])

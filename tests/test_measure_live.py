@@ -139,7 +139,7 @@ def test_only_the_last_seconds_count(tmp_path: Path) -> None:
 
 
 def test_slow_steps_and_pauses_of_the_notes(tmp_path: Path) -> None:
-    """A line has a speed even if a step takes longer than the time between lines. Pauses of the notes are no stall."""
+    """Lines show the speed even of steps longer than the time between lines. Pauses of the notes are not stalls."""
     clock, shown = Clock(tmp_path), view(tmp_path)
     clock.epoch(12, wait=1.0, seconds=29.0)
     assert "0.267 samples/s, waiting for data 3\u00a0%" in shown.line(1.7e9 + 361)

@@ -2408,6 +2408,32 @@ def test_timed_around_all_loaders_counts_training_alone(tmp_path: Path, when: st
     assert found and (found.batch_size, found.samples) == (8, True)
 
 
+#: Training of 8 epochs with a shorter last accumulation: 256, then 224 samples per step.
+PERSISTENT = """
+import sys
+loader = DataLoader(Rows(), batch_size=8, num_workers=1, persistent_workers=sys.argv[1] == "persistent")
+for epoch in range(8):
+    for number, x in enumerate(loader, 1):
+        model(x).square().mean().backward()
+        if number % 32 == 0 or number == len(loader):
+            adam.step()
+            adam.zero_grad()
+    time.sleep(0.1)
+"""
+
+
+@pytest.mark.parametrize("workers", ["new", "persistent"])
+def test_epochs_of_persistent_workers_are_recognised(tmp_path: Path, workers: str) -> None:
+    """PyTorch uses the iterator of persistent workers again in each epoch."""
+    text = LOOPS.partition("for run in")[0] + "import time\n" + PERSISTENT
+    ended = hooked(tmp_path, program(tmp_path, text), workers)
+    assert ended.returncode == 0 and not ended.stderr
+    _, (process,) = steps.read(tmp_path / "steps")
+    assert len(process.steps) == 16 and len({batch[1] for batch in process.batches}) == 8
+    found = steps.pace([process])
+    assert found and (found.batch_size, found.samples) == (240, True) and found.between_epochs > 0.1
+
+
 AHEAD = """
 def ahead(loader):
     batches = iter(loader)

@@ -591,5 +591,5 @@ def test_direct_delivers_rows_bit_for_bit(table: Manifest, input: str, workers: 
 
 
 def test_samples_of_an_own_class_need_no_fields() -> None:
-    """A user's kind may call its samples `rows`, too, without the keys `input` and `target`."""
+    """A user's own samples may also have the kind `rows`; they need no keys `input` and `target`."""
     check_fields(SimpleNamespace(kind="rows"), ["x"])

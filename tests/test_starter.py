@@ -199,6 +199,53 @@ def test_one_file_may_hold_both_under_any_name(tmp_path: Path) -> None:
     np.testing.assert_array_equal(Reader(folder / "train/train.h5", "input").dataset[()], x)
 
 
+#: Program that reads the array NAME of each FILE, and prints the messages.
+READ = """
+import sys
+from pathlib import Path
+from dlscale.core.errors import UserError
+from dlscale.data.kind import Part
+from dlscale.datasets.starter.kind import StarterDataset
+from dlscale.datasets.starter.source import open_source
+for word in sys.argv[1:]:
+    file, name = word.split("=")
+    both = {"all": {"input": file, "target": file}, "shares": {"train": 0.5, "valid": 0.5}}
+    source = {"kind": "arrays", "input": {"array": name}, "target": {"array": name}, **both}
+    try:
+        dataset = StarterDataset.model_validate({"kind": "starter", "source": source})
+        open_source(dataset, Part("train", "train"), [Path(file)] * 2)
+    except UserError as error:
+        print(error)
+        kept = error  # with the variables of all functions
+"""
+
+
+def test_values_in_other_files_are_refused(tmp_path: Path) -> None:
+    """A process that keeps the message still ends with status 0. HDF5 2 may crash at exit after virtual datasets."""
+    with h5py.File(tmp_path / "parts.h5", "w") as file:
+        file["x"] = np.ones((4, 3), np.float32)
+    layout = h5py.VirtualLayout((4, 3), np.float32)
+    layout[:] = h5py.VirtualSource("parts.h5", "x", (4, 3))
+    with h5py.File(tmp_path / "virtual.h5", "w") as file:
+        file.create_virtual_dataset("x", layout)
+    with h5py.File(tmp_path / "group.h5", "w") as file:
+        file.create_group("g").create_virtual_dataset("x", layout)
+        file["soft"] = h5py.SoftLink("/g/x")
+    with h5py.File(tmp_path / "external.h5", "w") as file:
+        file.create_dataset("x", (4, 3), np.float32, external=[("raw.bin", 0, 48)])
+    with h5py.File(tmp_path / "link.h5", "w") as file:
+        file["x"] = h5py.ExternalLink("virtual.h5", "x")
+    words = ["virtual.h5=x", "group.h5=g/x", "group.h5=soft", "external.h5=x", "link.h5=x"]
+    command = [sys.executable, "-c", READ, *words]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    printed = done.stdout.splitlines()
+    assert len(printed) == 5 and all(
+        line.startswith(f"{word.split('=')[0]}: '{word.split('=')[1]}' lies in other files")
+        for word, line in zip(words, printed, strict=True)
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_integers_of_another_byte_order_are_turned(tmp_path: Path) -> None:
     """Big-endian integers are converted, because PyTorch has no types of another byte order."""
     x = np.arange(24, dtype=">i2").reshape(2, 1, 3, 4)

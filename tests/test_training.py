@@ -51,6 +51,7 @@ from dlscale.extensions.era5_vit.scores import relative_l2
 from dlscale.extensions.era5_vit.study import Era5ViT
 from dlscale.parallel.shards import Shard
 from dlscale.parallel.world import World
+from dlscale.results import read_alone
 from dlscale.studies.base import PublishedLog
 from dlscale.train import checkpoint as checkpoint_module
 from dlscale.train.build import build_step, open_session
@@ -811,6 +812,26 @@ def test_a_checkpoint_of_another_training_is_not_used(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"another step \(1\)"):
         loaded(one, w=w)
     assert one.steps() == [2] and other.steps() == [1]
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, Path.touch], ids=["pipe", "file"])
+def test_a_checkpoint_with_an_unlisted_file_is_not_read(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    """PyTorch would open every file, and wait forever for the writer of a pipe."""
+    checkpoints, w = Checkpoints(tmp_path, keep=2), torch.zeros(1)
+    saved(checkpoints, 1, w=w)
+    make(tmp_path / "step-00000001/shard-00009-model-00001-of-00001.safetensors")
+    with pytest.raises(UserError, match=r"does not list shard-00009-.*safetensors; remove this file"):
+        loaded(checkpoints, w=w)
+    assert checkpoints.steps() == [1]
+
+
+def test_lost_lines_of_metrics_are_not_a_shorter_training(finished: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(finished, tmp_path / "run")
+    assert read_alone(run).last == read_alone(finished).last
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(lines[:-1]))
+    with pytest.raises(UserError, match=r"metrics\.jsonl: has 2 of 3 epochs; delete it and run the train stage again"):
+        read_alone(run)
 
 
 @pytest.mark.parametrize("parts", [1, 4])

@@ -63,7 +63,7 @@ def test_processor_time_includes_live_and_ended_children() -> None:
 
 def test_a_neighbours_load_is_not_counted_for_the_run() -> None:
     meter, own, machine = Meter(), time.process_time(), psutil.cpu_times()
-    # The shell ends at once, so BURN, which the shell started, is no descendant of this process.
+    # The shell ends at once, so BURN, its child, does not descend from this process.
     shell = ["sh", "-c", '"$0" -S -c "$1" 0.3 & exec true', sys.executable, BURN]
     with subprocess.Popen(shell, stdout=subprocess.PIPE, text=True) as child:
         burnt = answer(child)

@@ -107,7 +107,7 @@ def test_dlscale_run_passes_arguments_to_snakemake(make_tree: Callable[..., Tree
         "-- plan_era5"
     )
     assert typed.returncode == told.returncode == 0, typed
-    # Ignore the line about the profile and the free space, because other programs change the free space.
+    # Ignore the line that names the profile, which `dlscale run` leaves out, and the free space, which changes.
     free = re.compile(r"^Using .*\n|space: \S+ .?B of", re.MULTILINE)
     assert free.sub("", typed.stderr) == free.sub("", told.stderr) and typed.stdout == told.stdout
     assert why(typed.stderr)[0].startswith("data years (") and typed.stderr.endswith("no such job has run here\n")

@@ -585,7 +585,7 @@ def _read(root: Path, reference: RunReference, measured: Sequence[str]) -> RunRe
     program = Throughput.read(records["program"]) if "program" in records else None
     logged = program is not None and (folder / LOSSES).exists()  # the program logged its losses
     provenance, prediction = folder / "provenance.json", folder / "prediction.png"
-    return RunResult(
+    result = RunResult(
         name=reference.name,
         label=reference.label or reference.name,
         folder=folder,
@@ -612,6 +612,12 @@ def _read(root: Path, reference: RunReference, measured: Sequence[str]) -> RunRe
             if train or logged
         ],
     )
+    if result.provenance and result.provenance.epochs not in (None, len(result.epochs)):
+        raise UserError(
+            f"{folder / RECORDS['train']}: has {len(result.epochs)} of {result.provenance.epochs} epochs; delete it "
+            "and run the train stage again"
+        )
+    return result
 
 
 # ---- peaks -------------------------------------------------------------------------------------------

@@ -380,8 +380,7 @@ class Sweep(Lawful):
         """Return pairs (last epoch, number of trials), one for each rung; the last rung ends after `epochs`."""
         factor, sizes = self.reduction_factor, halved(trials, self.reduction_factor)
         longer = [factor**rung for rung in range(len(sizes)) if rung == 0 or epochs > factor ** (rung - 1)]
-        until = [-(-epochs // times) for times in reversed(longer)]
-        return list(zip(until, sizes, strict=False))
+        return [(-(-epochs // times), size) for times, size in zip(reversed(longer), sizes, strict=False)]
 
 
 def label(values: Values) -> str:

@@ -273,7 +273,7 @@ class Site(Lawful):
         "watchdog; a run ends only if an exchange fails.",
     )
     log_seconds: Annotated[Seconds, Field(ge=0.1, le=60)] = Field(
-        10.0, description="Time between two lines of progress in logs and `dlscale status`, seconds."
+        10.0, description="Interval at which a stage logs its progress and updates `dlscale status`, seconds."
     )
     gpu: bool | None = Field(
         None,

@@ -240,7 +240,7 @@ def reading(path: str | os.PathLike[str], advice: str = TORN) -> Iterator[None]:
     except UserError:
         raise
     except MemoryError as error:
-        raise unreadable(path, error, f"the memory is too small for this file, or {advice}") from error
+        raise unreadable(path, error, f"the memory may be too small for this file; if it is not: {advice}") from error
     except Exception as error:
         raise unreadable(path, error, advice) from error
 

@@ -128,8 +128,7 @@ def _shipped() -> dict[str, StudyModule]:
 
 def _file(module: str) -> Path:
     """Return the file of a module of this package, or of an installed extension."""
-    top = module.partition(".")[0]
-    return _packages().get(top, PACKAGE).parent.joinpath(*module.split(".")).with_suffix(".py")
+    return _packages().get(module.partition(".")[0], PACKAGE).parent.joinpath(*module.split(".")).with_suffix(".py")
 
 
 def add(name: str, path: str | Path) -> None:

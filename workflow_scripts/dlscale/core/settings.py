@@ -27,6 +27,8 @@ STRING_TAG = "tag:yaml.org,2002:str"
 
 #: Maximum number of additional values that the aliases in a file may produce.
 MAX_ALIASED_VALUES = 100_000
+#: Maximum number of lists and mappings within each other.
+MAX_DEPTH = 10_000
 
 
 def read_settings(config: str | Path, option: str = "--config") -> tuple[Raw, str]:
@@ -156,6 +158,11 @@ def load_yaml(text: str, where: str, loader: type[YamlLoader] = YamlLoader) -> A
     Raise a `UserError` with the line of a mistake.
     """
     try:
+        # libyaml's composer calls itself for each level of lists and mappings: 100,000 levels would overflow the stack.
+        events = yaml.parse(text, yaml.CSafeLoader) if max(map(text.count, "[{-?")) > MAX_DEPTH else ()
+        rises = (isinstance(e, yaml.CollectionStartEvent) - isinstance(e, yaml.CollectionEndEvent) for e in events)
+        if any(depth > MAX_DEPTH for depth in itertools.accumulate(rises)):
+            raise RecursionError(f"more than {MAX_DEPTH:,} levels")
         return loader(text).get_single_data()
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""

@@ -62,6 +62,9 @@ def describe_own(dataset: DatasetSettings, folder: Path) -> Manifest:
         with reading(path), store.open_file(path) as file:
             read = [Field.of(file[name]) for name in file.attrs["fields"]]
             measured = [Moments.from_json(file[field.name].attrs["moments"]) for field in read]
+            found = file.attrs["part"]
+        if found != f"{part.split}/{part.name}":
+            raise UserError(f"{path}: has the data of {found}; delete this file and run the workflow again")
         names = [field.name for field in read]
         if fields and fields.keys() != set(names):
             raise UserError(

@@ -82,9 +82,12 @@ def write_piece(source: Source, out: Path, start: int, stop: int, block: int, la
         others |= {name: ("rows", values[start:stop]) for name, values in source.row_coordinates.items()}
         for name, (join, values) in others.items():
             file.create_dataset(name, data=values).attrs["join"] = join
-        file.attrs["others"] = list(others)
-        file.attrs["fields"] = [field.name for field in source.fields]
-        file.attrs["source"] = json.dumps(dict(source.attributes), default=str)
+        file.attrs.update(
+            others=list(others),
+            fields=[field.name for field in source.fields],
+            source=json.dumps(dict(source.attributes), default=str),
+            part=label,
+        )
 
 
 def assemble(dataset: DatasetSettings, paths: Sequence[str | Path], out: str | Path) -> None:
@@ -98,8 +101,7 @@ def assemble(dataset: DatasetSettings, paths: Sequence[str | Path], out: str | P
             values = [piece[name][()] for piece in pieces]
             join = pieces[0][name].attrs["join"]
             file[name] = sum(values) if join == "sum" else np.concatenate(values) if join == "rows" else values[0]
-        file.attrs["fields"] = pieces[0].attrs["fields"]
-        file.attrs["source"] = pieces[0].attrs["source"]
+        file.attrs.update({name: pieces[0].attrs[name] for name in ("fields", "source", "part")})
         settings = dataset.model_dump(mode="json", exclude={"source", "split", "pieces"})
         file.attrs["settings"] = json.dumps(settings)
 

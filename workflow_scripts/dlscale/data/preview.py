@@ -37,8 +37,7 @@ def main(args: argparse.Namespace) -> None:
     from matplotlib.figure import Figure
 
     manifest = Manifest.read(args.manifest)
-    preview = parts.role(manifest.kind, "preview", "preview") or first_rows
-    panels = list(preview(manifest))[:10]
+    panels = list((parts.role(manifest.kind, "preview", "preview") or first_rows)(manifest))[:10]
     columns = min(len(panels), 5)
     bands = -(-len(panels) // columns)
     style: Any = {

@@ -127,17 +127,12 @@ def open_file(path: str | os.PathLike[str]) -> h5py.File:
 def _check_own(file: h5py.File) -> None:
     """Refuse a file whose values are stored in other files, which could be any files of this machine."""
     for name in file:
-        if isinstance(file.get(name, getlink=True), h5py.ExternalLink):
+        if not isinstance(file.get(name, getlink=True), h5py.SoftLink):
             check_link(file, name)
-        if isinstance(item := file.get(name), h5py.Dataset) and (item.external or item.is_virtual):
-            raise UserError(
-                f"{file.filename}: '{name}' lies in other files, which are not read; copy its values into this file, "
-                "e.g. with h5repack"
-            )
 
 
 def check_link(file: h5py.File, name: str) -> None:
-    """Refuse a name that links to another file, or to a missing object."""
+    """Refuse a name whose values lie in other files, or that links to another file or to a missing object."""
     parts = name.strip("/").split("/")
     for path in ("/".join(parts[: count + 1]) for count in range(len(parts))):
         link = file.get(path, getlink=True)
@@ -146,11 +141,17 @@ def check_link(file: h5py.File, name: str) -> None:
             missing = "" if target.exists() else ", which is missing"
             raise UserError(
                 f"{file.filename}: '{path}' lies in other files, which are not read: it is a link to '{link.path}' in "
-                f"{link.filename}{missing}; copy its values into this file, e.g. with h5repack, or name the other file"
+                f"{link.filename}{missing}; copy its values into this file, or name the other file"
             )
         if isinstance(link, h5py.SoftLink) and file.get(path) is None:
             raise UserError(
                 f"{file.filename}: '{path}' is a link to '{link.path}', which is missing; name another array"
+            )
+        # At exit, HDF5 2 crashes if a variable still refers to a virtual dataset.
+        if any(isinstance(each, h5py.Dataset) and (each.external or each.is_virtual) for each in [file.get(path)]):
+            raise UserError(
+                f"{file.filename}: '{path}' lies in other files, which are not read; copy its values into this file, "
+                "such as with h5py: `values = file[name][()]; del file[name]; file[name] = values`"
             )
 
 

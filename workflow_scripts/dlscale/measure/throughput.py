@@ -80,8 +80,7 @@ def measure(settings: Settings, session: Session) -> Throughput:
             compiling = compilation(step, cached, world.device)
             logging.info("compilation: %(cold_seconds).1f s, %(warm_seconds).1f s from the cache", compiling)
             if loader.samples % run.batch_size:  # compile for the smaller last batch now, not in a trial
-                rest = len(share.indices(len(loader) - 1, loader.samples))
-                step.gradients(*first_samples(batch, rest))
+                step.gradients(*first_samples(batch, len(share.indices(len(loader) - 1, loader.samples))))
         # The cached batch comes from epoch 0. IO and FULL start with epoch 1, which no worker has prefetched. As in
         # training, batches include the weight of the rank's loss, on which the choice of a CUDA graph depends.
         streams: dict[str, tuple[Iterator[Batch], Callable[..., object]]] = {

@@ -149,8 +149,7 @@ class Call:
             found: list[Finding] = check(self.configuration, {work.stage for work in works}, plans, data)
             return found
         runs = {f"{work.plan}.{work.run_name}": work.run for work in works if work.run}
-        here = registry.provided("check_machine", lambda *_: [])(runs, gpus())
-        found = [*here, probe_space(self.results)]
+        found = [*registry.provided("check_machine", lambda *_: [])(runs, gpus()), probe_space(self.results)]
         if self.configuration.workflow.budget.model_dump(exclude_none=True):
             found.append(Finding("budget", "warn", "not checked: this site has no queue that charges hours"))
         return [finding for finding in found if finding.status in ("FAIL", "warn")]
@@ -158,7 +157,7 @@ class Call:
     def verdict(self, waiting: Sequence[Any], files: Iterable[str | Path], targets: int = 0) -> int:
         """Print cost, problems and verdict of a dry run, and return the exit status.
 
-        Snakemake also counts the `targets` as jobs.
+        `targets` is the number of target rules, which Snakemake's total counts as jobs.
         """
         if not waiting:
             return 0

@@ -154,8 +154,7 @@ def memory_format(model: nn.Module, kind: str) -> torch.memory_format:
     """Return PyTorch's format for the run's `memory_format`, for volumes if the model has weights with five axes."""
     if kind == "contiguous":
         return torch.preserve_format
-    volumes = any(p.dim() == 5 for p in model.parameters())
-    return torch.channels_last_3d if volumes else torch.channels_last
+    return torch.channels_last_3d if any(p.dim() == 5 for p in model.parameters()) else torch.channels_last
 
 
 def _attention(model: Any, run: RunCore, world: World) -> Context:

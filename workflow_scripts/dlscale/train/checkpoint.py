@@ -252,6 +252,8 @@ def _check(path: Path, files: Sequence[tuple[str, str]], first: int = 0, step: i
     """Compare the digests of every `step`-th file of a checkpoint, from file `first` on, with the recorded digests."""
     if not files:
         raise UserError(f"{path}: the checkpoint lists no files")
+    if foreign := {file.name for file in path.glob("*.safetensors")} - {name for name, _ in files}:  # PyTorch opens all
+        raise ValueError(f"the checkpoint does not list {min(foreign)}; remove this file")
     for name, digest in files[first::step]:
         if sha256(path / Path(name).name) != digest:
             raise UserError(f"{path / name}: changed after it was written")

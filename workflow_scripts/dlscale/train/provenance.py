@@ -33,6 +33,7 @@ class Provenance(Record):
     cores: int | None = None  #: Usable cores of a node.
     memory_bytes: int | None = None  #: Usable memory of a node.
     seed: int | None = None
+    epochs: int | None = None  #: Number of lines in `metrics.jsonl`.
     parameters: int | None = None
     training_samples: int | None = None
     validation_samples: int | None = None

@@ -146,6 +146,7 @@ def _lead(run: Run, session: Session, trainer: Trainer, out: Path, cores: int, l
             cores=cores,
             memory_bytes=total(torch.device("cpu")),
             seed=run.seed,
+            epochs=len(history),
             parameters=session.parameters,
             training_samples=trainer.train_loader.samples,
             validation_samples=trainer.valid_loader.samples,
@@ -213,8 +214,8 @@ def fit_with_signals(
     """Run `trainer.fit` with progress, signals and extensions' records in `out`; return the records of all epochs."""
     described = sorted(trainer.metrics.described, key=lambda metric: not metric.naive)
     headline = described[0].name if described else ""  # metrics that have a naive baseline come first
-    samples = min(trainer.run.batch_size, trainer.train_loader.samples)  # an epoch may have fewer samples than a batch
-    latest = _Latest(samples)
+    # An epoch may have fewer samples than a batch.
+    latest = _Latest(min(trainer.run.batch_size, trainer.train_loader.samples))
 
     def log_epoch(record: Epoch) -> None:
         shown = f", {headline} {record.metrics[headline]:.4g}" if headline in record.metrics else ""

@@ -187,8 +187,9 @@ class Trainer:
                     if self.run.training.check_replicas:
                         registry.provided("check_replicas", None)(self.step, self.world, record.epoch)
                     if self._improves(record):
-                        shards = self.step.weights.shards()
-                        self.best_weights = {name: shard.copy("cpu") for name, shard in shards.items()}
+                        self.best_weights = {
+                            name: shard.copy("cpu") for name, shard in self.step.weights.shards().items()
+                        }
                     if self._done or policy == "roll_back" or (epoch + 1) % self.run.training.checkpoint_epochs == 0:
                         self._save(record.step)
         except Exception as error:

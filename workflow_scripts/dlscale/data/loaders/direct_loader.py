@@ -186,8 +186,7 @@ class Resident:
             stride = held[2][boxes.file]
             base = held[1][boxes.file] + (starts * stride[:, 1:]).sum(axis=1)
             plans.append(field.plan(boxes.file, boxes.symmetry, base, stride))
-        stored = [held[0] for held in self._held]
-        return [], functools.partial(decoded, self._samples, stored, plans, self.ring)
+        return [], functools.partial(decoded, self._samples, [held[0] for held in self._held], plans, self.ring)
 
 
 def decoded(samples: GridSamples, stored: list[torch.Tensor], plans: list[DecodePlan], ring: Ring) -> Made:

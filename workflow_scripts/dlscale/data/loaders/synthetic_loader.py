@@ -32,8 +32,7 @@ class SyntheticLoader(Loader):
 
     def _batches(self, epoch: int, start: int) -> Generator[Batch]:
         for step in range(start, len(self)):
-            count = len(self._share.indices(step, self.samples))
-            yield first_samples(self._batch, count)
+            yield first_samples(self._batch, len(self._share.indices(step, self.samples)))
 
 
 def _random(spec: ArraySpec, count: int, generator: torch.Generator) -> torch.Tensor:

@@ -120,8 +120,7 @@ def _open(path: Path, name: str, stack: contextlib.ExitStack) -> Any:
                 raise UserError(
                     f"{path}: '{name}' is a group; name one of its arrays in `array`: {', '.join(names[:20])}"
                 )
-            own = not isinstance(values, h5py.Dataset) or values.file.filename == file.filename
-            if not own or getattr(values, "external", None) or getattr(values, "is_virtual", False):
+            if isinstance(values, h5py.Dataset) and values.file.filename != file.filename:
                 raise UserError(
                     f"{path}: '{name}' lies in another file, which is not read; copy the values into this file"
                 )

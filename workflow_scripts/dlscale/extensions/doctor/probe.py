@@ -14,7 +14,7 @@ from typing import Any
 from dlscale.config.dataset import DatasetSettings
 from dlscale.core.errors import UserError
 from dlscale.core.paths import Results
-from dlscale.core.text import size
+from dlscale.core.text import listed, size
 from dlscale.data import parts
 from dlscale.data.manifest import Manifest
 from dlscale.preflight.probe import Finding, Status, probe_raw
@@ -114,7 +114,7 @@ def probe_data(name: str, dataset: DatasetSettings, results: Path, samples: Sequ
         text = f"{changed[0]}: its size differs from the manifest ({len(changed)} of {len(files)} files differ)"
         own = changed[0].resolve().is_relative_to(manifest.parent.resolve())
         remedy = (
-            f"delete {changed[0]} and run the workflow again"
+            f"delete {listed([*map(str, changed)])}, and run the workflow again"
             if own
             else "nothing to do: the workflow describes the files again"
         )

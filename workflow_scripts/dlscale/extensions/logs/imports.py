@@ -133,12 +133,13 @@ class _Try:
     """Points of a curve from one file, in the order of the file."""
 
     begin: float  #: Earliest known time of the try, seconds since 1970-01-01 UTC.
+    file: int  #: Number of the file.
     points: dict[int, tuple[float, float]] = field(default_factory=dict)  #: Time and value, by step.
     last: int = 0  #: Step of the newest point.
 
-    def drop(self, step: int) -> int:
-        """Drop the points from `step` on; return their number."""
-        void = [each for each in self.points if each >= step]
+    def drop(self, step: int, before: float = math.inf) -> int:
+        """Drop the points from `step` on that are older than `before`; return their number."""
+        void = [each for each, (time, _) in self.points.items() if each >= step and time < before]
         for each in void:
             del self.points[each]
         return len(void)
@@ -151,7 +152,7 @@ def _joined(tries: Sequence[_Try], dropped: Counter[str]) -> tuple[dict[int, tup
     if all points of the curve from this step on are older, the try resumed the training; if not, two processes wrote
     the curve at the same time.
     """
-    joined = _Try(tries[0].begin, dict(tries[0].points))
+    joined = _Try(tries[0].begin, tries[0].file, dict(tries[0].points))
     for each in tries[1:]:
         first, (time, _) = next(iter(each.points.items()))
         if joined.points and len(each.points) > 1 and first <= min(joined.points):
@@ -163,6 +164,26 @@ def _joined(tries: Sequence[_Try], dropped: Counter[str]) -> tuple[dict[int, tup
         dropped[REPEATED] += len(each.points.keys() & joined.points.keys())
         joined.points.update(each.points)
     return joined.points, joined.begin
+
+
+def _drop_with(tag: str, tries: Mapping[str, Sequence[_Try]], dropped: Mapping[str, Counter[str]]) -> None:
+    """Drop the points of other curves that the tries of the curve `tag` replace.
+
+    The program that wrote this curve into a file also wrote the file's other curves. The next try's file may lack their
+    points, for example if no validation has ended yet.
+    """
+    joined, files = _Try(0.0, 0), set[int]()
+    for each in (one for one in tries[tag] if one.points):
+        first, (time, _) = next(iter(each.points.items()))
+        reason = RESTARTED if joined.points and first <= min(joined.points) else ABANDONED
+        several = len(each.points) > 1 and each.file not in files
+        if several and all(at <= time for step, (at, _) in joined.points.items() if step >= first):
+            for other, its in tries.items():
+                if other != tag:
+                    start = 0 if reason == RESTARTED else first
+                    dropped[other][reason] += sum(one.drop(start, time) for one in its if one.file in files)
+        joined.points.update(each.points)
+        files.add(each.file)
 
 
 def read(
@@ -182,7 +203,8 @@ def read(
     dropped: Dropped = {ours: Counter() for ours in tags.values()}
     others: dict[str, None] = {}
     count = 0
-    for file in [file for file in files if file.stat().st_size] or files:  # a killed writer may leave an empty file
+    # A killed writer may leave an empty file.
+    for number_of_file, file in enumerate([file for file in files if file.stat().st_size] or files):
         begin = math.inf
         current: dict[str, _Try] = {}
         for event in events(file.resolve()):
@@ -206,7 +228,7 @@ def read(
                     event.step < goes_on.last
                     and (event.step in goes_on.points or event.step < min(goes_on.points, default=0))
                 ):
-                    current[tag] = _Try(event.wall_time if goes_on else begin)
+                    current[tag] = _Try(event.wall_time if goes_on else begin, number_of_file)
                     tries.setdefault(tag, []).append(current[tag])
                 current[tag].last, points = event.step, current[tag].points
                 dropped[tags[tag]][REPEATED] += event.step in points
@@ -217,6 +239,8 @@ def read(
                     f"{files[0]}: the log has more than {MAX_LOG_POINTS} points. Name fewer tags, such as "
                     "--tag 'Val Loss=loss/valid'"
                 )
+    for tag in tries:
+        _drop_with(tag, tries, {each: dropped[tags[each]] for each in tries})
     found, begins = dict[str, dict[int, tuple[float, float]]](), dict[str, float]()
     for tag, its in tries.items():
         found[tag], begins[tag] = _joined([one for one in its if one.points] or its[:1], dropped[tags[tag]])

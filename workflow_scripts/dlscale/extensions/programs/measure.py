@@ -272,8 +272,9 @@ def lines(folder: Path, throughput: Throughput, verdict: Verdict) -> list[str]:
     count = many(outside.steps, "rate" if outside.way == "rate" else "step")
     text = [f"{folder.name}: {said} ({count}{batch}{ranks}; {WAYS[outside.way]})"]
     ended = f"; the program ended with status {outside.status}" if outside.status else ""
-    first = f"  first step after {duration(outside.first_step_seconds)}; total {duration(outside.seconds)}{ended}"
-    text.append(first)
+    # After a clock was set back, the time of the first step is unknown.
+    first = f"first step after {duration(outside.first_step_seconds)}; " if outside.first_step_seconds else ""
+    text.append(f"  {first}total {duration(outside.seconds)}{ended}")
     if not outside.samples:
         text.append("  the number of samples per step is uncertain; state it with --batch-size N")
     if outside.waiting is None and outside.way == "seen":

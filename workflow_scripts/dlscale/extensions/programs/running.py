@@ -587,8 +587,8 @@ def _measured(
 def _with_delivered(reading: Reading, processes: Sequence[seen.Process]) -> Reading:
     """Compare the stated samples per step with the delivered samples; warn if they differ by more than 10 %.
 
-    Delivered samples are compared only if their number is certain. A larger delivered number replaces a run's setting,
-    which might not count gradient accumulation, but never the option `--batch-size`.
+    Delivered samples are compared only if their number is certain. If it is larger, it replaces a run's `batch_size`,
+    which might not count gradient accumulation. It never replaces the option `--batch-size`.
     """
     own = seen.pace(processes) if reading.batch_size and processes else None
     if not (reading.batch_size and own and own.samples and own.batch_size):

@@ -231,7 +231,8 @@ class Watcher:
 
         def begin_anew(loader: Any, *args: Any, **kwargs: Any) -> Any:
             loader.__dict__.pop("_dlscale_samples", None)  # drop sizes of batches that the last epoch did not use
-            if "_dlscale_number" in loader.__dict__:  # an iterator that is used again begins another loop
+            # With persistent workers, an iterator is used again: count each loop as another iterator.
+            if loader.__dict__.pop("_dlscale_number", None) is not None:
                 log.notify()
             return reset(loader, *args, **kwargs)
 
