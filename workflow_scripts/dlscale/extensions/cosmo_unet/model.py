@@ -71,9 +71,9 @@ class _BlockTranspose(nn.ConvTranspose3d):
 class _Transpose(nn.ConvTranspose3d):
     """Transposed convolution with kernel 4, stride 2 and padding 1; for a grid of a single cell, a matrix product.
 
-    The product uses the 2^3 of the 4^3 weights whose results are inside the grid. A convolution would fail, since the
-    memory format of a single cell is ambiguous: PyTorch's compiler expects the weights' gradient in channels last, but
-    cuDNN returns a contiguous gradient (pytorch/pytorch#171622).
+    The product uses the 2^3 of the 4^3 weights whose results are inside the grid. A compiled convolution would fail on
+    a GPU with weights in channels last, since the memory format of a single cell is ambiguous: PyTorch's compiler
+    expects the weights' gradient in channels last, but cuDNN returns a contiguous gradient (pytorch/pytorch#171622).
     """
 
     def forward(self, x_BCDHW: torch.Tensor) -> torch.Tensor:  # type: ignore[override]

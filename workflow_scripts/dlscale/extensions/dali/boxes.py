@@ -121,8 +121,8 @@ def _end_with_training() -> None:
 class Boxes:
     """Inputs and operators of a pipeline of boxes; DALI calls an instance for every sample, in separate processes.
 
-    The processes read the epoch from shared memory, because DALI passes only the number of requested batches. DALI
-    discards prefetched batches when the epoch changes. `indices` are this rank's samples of each step.
+    The processes read the epoch and its first step from shared memory, because DALI counts epochs and batches by
+    itself. DALI discards prefetched batches when the epoch changes. `indices` are this rank's samples of each step.
     """
 
     def __init__(self, samples: GridSamples, indices: list[range], settings: Settings, gpu: bool) -> None:

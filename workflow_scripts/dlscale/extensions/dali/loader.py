@@ -113,7 +113,7 @@ class Images:
         """
         epoch, indices = next(self._batches)
         inputs = list[Any]()
-        self._kept.append((epoch, indices, inputs))  # `explain` reads it if `windows` refuses an image
+        self._kept.append((epoch, indices, inputs))  # `explain` reads this entry if `windows` refuses an image
         windows = self._samples.windows(epoch, indices)
         room = np.maximum(windows.resized - self._samples.input_spec.shape[-1], 1)
         row, column = np.ascontiguousarray((windows.start / room).astype(np.float32).T)
@@ -126,7 +126,7 @@ class Images:
     def explain(self, error: Exception) -> str | None:
         """Return the message for an error of DALI.
 
-        All prefetched images are read again with Pillow: an image that Pillow cannot decode raises Pillow's error.
+        All prefetched images are read again without DALI; an image that cannot be decoded raises `UserError`.
         """
         for epoch, indices, _ in self._kept:
             for index in indices:

@@ -20,6 +20,8 @@ class DaliLoader(Reading):
         "`.npy` mirrors of volumes, which are made once if they are missing (docs/ladder.md).",
     )
     workers: Annotated[Workers, Field(ge=1)] = Field(
-        2, description="Number of threads of the pipeline, and with `reader: h5py` also of processes that read."
+        2,
+        description="Number of threads of the pipeline. For samples on grids with `reader: h5py`, also number of "
+        "processes that read.",
     )
     prefetch: Few = Field(2, description="Batches that the loader keeps ready.")

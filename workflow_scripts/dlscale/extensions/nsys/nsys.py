@@ -53,9 +53,10 @@ CAPTURE = "dlscale capture"
 
 
 def profile_apart(run_json: str, manifest: str, world: World, threads: int | None, device: str, folder: Path) -> Found:
-    """Profile a run; every rank must call this function, and gets the results of its own report.
+    """Profile a run; every rank must call this function. A profiled rank gets the results of its own report.
 
-    The child processes need the device's memory, which the caller must have released.
+    Other ranks get no results. If a child process fails, all ranks get its message. The child processes need the
+    device's memory, which the caller must have released.
 
     Parameters
     ----------
@@ -97,7 +98,7 @@ def profile_apart(run_json: str, manifest: str, world: World, threads: int | Non
 
 
 def recording(tool: str, kept: Path, cuda: bool) -> list[str]:
-    """Return the arguments with which nsys records the command that follows, while its window is open."""
+    """Return the arguments with which nsys records the command that follows, while the recording window is open."""
     traces = "cuda,nvtx" if cuda else "nvtx"  # traces of system calls would slow steps down
     window = ["--capture-range=cudaProfilerApi"] if cuda else ["--capture-range=nvtx", f"--nvtx-capture={CAPTURE}"]
     return [
@@ -352,7 +353,8 @@ THEIRS = {"data copy in": "copy"}
 def events(path: Path) -> pd.DataFrame:
     """Return the events in a database of nsys, as a table for `dlscale.extensions.profile.trace`.
 
-    Only ranges with dlscale's names are returned. Raise `UserError` if the file is not a database of Nsight Systems.
+    Ranges with other names than dlscale's are left out. Raise `UserError` if the file is not a database of Nsight
+    Systems.
     """
     try:
         with contextlib.closing(sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True)) as connection:

@@ -1,7 +1,8 @@
 """Predict a model that was never measured, from its parameters, FLOPs and shapes (`dlscale predict --model FILE`).
 
 The time of a sample is FLOPs / (`reached` · peak) + bytes / (`COPY` · memory bandwidth), with the bytes of operators
-other than matrix products. All other costs are the medians of their priors.
+other than matrix products. The fixed time of a step is the optimiser's memory traffic / (`COPY` · memory bandwidth).
+Loading is assumed to take no time. All other costs are the medians of their priors.
 """
 
 from __future__ import annotations

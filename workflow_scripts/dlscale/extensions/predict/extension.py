@@ -39,7 +39,8 @@ COMMANDS = {
             ),
             option(
                 "--batch-size",
-                "samples per step over all devices (default: as many samples per device as in the measurement)",
+                "samples per step over all devices (default: for each copy of the model, as many samples as were "
+                "measured, or as in FILE)",
                 False,
                 type=int,
             ),

@@ -407,7 +407,7 @@ def _blended(first: float, second: float, blend: float) -> float:
 def _gradients(machine: Machine, work: Workload, job: Job, compute: float) -> tuple[float, float]:
     """Return the exposed and the hidden seconds of communication between the copies of a model.
 
-    The model assumes that a fraction of the gradients' bytes is ready after the same fraction of the backward pass.
+    A fraction of the gradients' bytes is assumed to be ready after the same fraction of the backward pass.
     With FSDP the weights of a unit are gathered before the unit's forward pass, and again before its backward pass
     unless the weights were kept. The unit's gradients are reduced after its backward pass.
     """

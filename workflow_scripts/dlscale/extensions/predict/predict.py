@@ -284,7 +284,7 @@ class Row:
 
 
 def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
-    """Print predictions of the runs `args.runs` on other devices.
+    """Print predictions of the runs `args.runs`, or of the model in the file `args.model`, on other devices.
 
     With `args.validate` print predictions of published figures instead.
     """

@@ -1,6 +1,6 @@
 """`lines`: time each line of model, loss, loader and `profile.functions` with line_profiler, without editing them.
 
-Only Python lines in the thread that makes the steps are timed.
+Only Python lines in the thread that makes the steps are timed. Of a compiled model and its loss, no lines are timed.
 """
 
 from __future__ import annotations
@@ -64,7 +64,10 @@ class LineProfiler:
             yield
 
     def found(self, seconds: list[float]) -> Found:
-        """Write the times of all lines. If workers read the samples, read one batch here, to time its lines."""
+        """Write the times of all lines, and return the summary.
+
+        If workers read the samples, this process reads one batch, so that the lines that read are timed.
+        """
         step, rank = statistics.fmean(seconds), self._rank
         rows = line_rows(self._steps.get_stats(), len(seconds), step, rank)
         with self._path.open("w") as file:

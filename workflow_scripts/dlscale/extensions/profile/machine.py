@@ -92,10 +92,10 @@ class JobUse:
 
     stage: str
     seconds: float  #: Wall-clock time.
-    cores: int  #: Allocated cores.
+    cores: int  #: Logical CPUs that the training may use; if unknown, all logical CPUs of the node.
     cpu_seconds: float  #: CPU time of all processes of the stage.
     peak_bytes: float | None  #: Peak memory of all processes of the stage together.
-    memory_bytes: int | None  #: Allocated memory.
+    memory_bytes: int | None  #: Memory that the training may use; None if unknown.
     gpu: float | None  #: Fraction of the time in which a GPU ran a kernel, mean over the GPUs.
     waiting: float | None  #: Fraction of a training step spent waiting for data.
 
@@ -149,8 +149,8 @@ def efficiency(plan: PlanResult, page: Page) -> Section | None:
     ]
     caption = (
         "Resource use on the first node, including start and validation, in the terms of Slurm's seff. CPU efficiency "
-        "is CPU time / (wall-clock time × cores). Memory is the peak of all processes together, in which shared "
-        "memory counts for each process. Waiting for data is a fraction of a training step."
+        "is CPU time / (wall-clock time × cores); cores are logical CPUs. Memory is the peak of all processes "
+        "together, in which shared memory counts for each process. Waiting for data is a fraction of a training step."
     )
     known = [
         f"{figure.label}: {published.what(figure)} {published.shown(figure)} ({figure.hardware}; {figure.source})"
@@ -183,7 +183,7 @@ def telemetry(plan: PlanResult, page: Page) -> Section | None:
     return Section("Telemetry of the machine", charts=[chart])
 
 
-#: Telemetry column → (label on the page, factor to the label's unit; None: the factor is the number of cores).
+#: Telemetry column → (label on the page, factor to the label's unit; None: the factor is the number of logical CPUs).
 WATCHED: dict[str, tuple[str, float | None]] = {
     "cpu_run": ("CPU: this run (cores)", None),
     "cpu_others": ("CPU: other programs (cores)", None),

@@ -85,7 +85,7 @@ def measure(
     Returns
     -------
     Profile
-        The record; it is complete only on rank 0.
+        The record. Memory and the times of plain steps are those of this rank.
     list of TopEntry
         All rows of the summary.
     """
@@ -137,7 +137,8 @@ def _memory(session: Session, batch: Batch) -> Memory | None:
 def _joined(settings: Settings, every: list[dict[str, Found]]) -> tuple[list[ProfiledTool], list[TopEntry]]:
     """Return the tools with the figures of the first profiled rank, and the rows of all profiled ranks.
 
-    The tools also have the files of all profiled ranks, and the first problem of any rank.
+    The tools also have the files of all profiled ranks, and the first problem of any profiled rank. Raise `UserError`
+    if all profilers have a problem.
     """
     tools, rows = list[ProfiledTool](), list[TopEntry]()
     for name in settings.tools:

@@ -22,7 +22,8 @@ from dlscale.measure.profilers import Found, Unavailable
 
 REFUSED = (
     "PyTorch's profiler recorded no GPU work: CUPTI is not permitted, or another profiler uses it (see the log). "
-    "Set the driver's option NVreg_RestrictProfilingToAdminUsers=0, or start the container with --cap-add SYS_ADMIN"
+    "Set the driver's option NVreg_RestrictProfilingToAdminUsers=0, start the container with --cap-add SYS_ADMIN, or "
+    "end the other profiler"
 )
 #: Category of Kineto in Chrome's trace event format → kind of event.
 KINDS = {

@@ -1,8 +1,9 @@
 """Summary of profiled events: time by range, device work, waits, idle times and overlaps.
 
 An event on the host belongs to the step in which the event began. Work on the device belongs to the step in which the
-host launched the work. Device work also belongs to the ranges that were open on the launching thread. If a thread of
-autograd launched the work, the work belongs to the ranges that were open on the thread that makes the steps.
+host launched the work. The time between two steps counts for the earlier step. Device work also belongs to the ranges
+that were open on the launching thread. If a thread of autograd launched the work, the work belongs to the ranges that
+were open on the thread that makes the steps.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def named(events: pd.DataFrame, pattern: re.Pattern[str]) -> pd.DataFrame:
 
 
 class Trace:
-    """The steps of one process with their events; events that began outside of steps are dropped."""
+    """The steps of one process with their events; events before the first and after the last step are dropped."""
 
     def __init__(self, events: pd.DataFrame) -> None:
         steps = events[(events.kind == "range") & (events.name == "step")].sort_values("begin")

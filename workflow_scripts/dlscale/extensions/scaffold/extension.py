@@ -6,7 +6,7 @@ COMMANDS = {
     "init": Query(
         "dlscale.extensions.scaffold.init",
         "Write a working folder (Snakefile, config.yaml, profiles), so that no clone of the repository is needed.",
-        (("folder", {"metavar": "FOLDER", "help": "folder to write into; must not contain these files yet"}),),
+        (("folder", {"metavar": "FOLDER", "help": "folder to write into, without Snakefile, config.yaml, profiles"}),),
         configured=False,
         example="dlscale init work",
     ),

@@ -1,6 +1,7 @@
 """`dlscale new-study NAME`: write a small example as the start of a user's study.
 
-For arrays of any shapes, the example is `waves`, in `template`. With --images, the example is the study `starter_cnn`.
+For arrays of any shapes, the example is `waves`, in `template`. With --images or --inside, the example is the study
+`starter_cnn`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dlscale.core.fingerprint import CHECKOUT, DOCS
 PACKAGE = Path(__file__).resolve().parents[2]
 REPOSITORY = CHECKOUT or Path.cwd()  # for an installed dlscale, the current folder
 TEMPLATE = Path(__file__).with_name("template")
-#: Whether --images is given → name of the copied study in modules, and in classes.
+#: Whether --images or --inside is given → name of the copied study in modules, and in classes.
 ORIGINALS = {True: ("starter_cnn", "StarterCNN"), False: ("waves", "Waves")}
 
 #: Words that YAML reads as a boolean or null instead of the name of a study.

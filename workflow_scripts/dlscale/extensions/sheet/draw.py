@@ -292,7 +292,7 @@ class _Page:
         self.y += high + 5
 
     def forms(self, answers: Answers) -> None:
-        """Write how many questions of each form the sheet answers, and what only the applicant knows."""
+        """Write how many questions of each form the sheet answers, and which only the applicant can answer."""
         self.heading("Questions of public forms")
         for form, asked in answers.items():
             applicant = [each["ask"] for each in asked if not each["parts"]]

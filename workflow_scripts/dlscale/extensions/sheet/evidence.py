@@ -40,8 +40,8 @@ class Forecast:
     def rows(self, devices: Sequence[int], batch: int | None, samples: int | None = None) -> list[predict.Row]:
         """Return the predictions for numbers of devices; impossible numbers are omitted.
 
-        `batch` is the global batch size (None: each device gets as many samples as in the measurement), `samples` the
-        number of samples of the training.
+        `batch` is the global batch size (None: each copy of the model gets as many samples as in the measurement).
+        `samples` is the number of samples of the training (None: computed from the epochs).
         """
         if self.runs is None:
             return []
@@ -101,8 +101,8 @@ class Evidence:
     def trained(self) -> RunResult | None:
         """The training that the request repeats.
 
-        Order of preference: trainings that reached their target, trainings on the devices of production, the cheapest
-        training.
+        Order of preference: trainings that reached their target, trainings on the devices of production, the fewest
+        GPU-hours until the target.
         """
 
         def rank(run: RunResult) -> tuple[bool, bool, float]:
@@ -119,7 +119,10 @@ class Evidence:
 
     @property
     def samples(self) -> int | None:
-        """Samples that the training needed for its target; without a target, all its samples; None if unknown."""
+        """Samples that the training needed for its target; without a target, all its samples.
+
+        None without a training, or if the training has not reached its target.
+        """
         found = reached(self.trained) if self.trained else None
         last = found.epoch if found else self.trained.last if self.trained else None
         return last.samples if last else None
@@ -136,7 +139,7 @@ class Evidence:
 
     @cached_property
     def production_forecast(self) -> tuple[Forecast, int | None]:
-        """Predictions for production, and their global batch size (None: the same batch for each device).
+        """Predictions for production, and their global batch size (None: each copy has the measured batch).
 
         The predictions are fitted to the first series, or without a series to the run on the most devices.
         """

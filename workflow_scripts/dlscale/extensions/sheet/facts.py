@@ -67,7 +67,7 @@ def machine(evidence: Evidence) -> Iterator[Fact]:
         same = "the site's" if wanted.lower() in here.lower() and run.device.kind == device_kind(scheduler) else None
         todo_there = f"the runs were measured on {run.device.name}, the site has {wanted}: measure there"
         yield fact("Measured devices", same, todo_there, note=wanted)
-    cores = [many(made.cores, "usable core")] if made and made.cores else []
+    cores = [many(made.cores, "usable CPU")] if made and made.cores else []
     ram = [f"{size(made.memory_bytes)} usable"] if made and made.memory_bytes else []
     yield fact("Node", where and where.processor, todo, note=", ".join([*cores, *ram]))
     links = next((each.links for each in (most.throughput, most.provenance) if each and each.links), None)

@@ -48,7 +48,7 @@ def unscaled(evidence: Evidence) -> Iterator[Fact]:
             name = kind.partition("_")[0]
             devices = f"devices: [1, 2, 4], batch_sizes: [{run.batch_size or 1}]"
             new = f"{{study: {run.study}, kind: {kind}, from: {named(run)}, scaling: {{{devices}}}}}"
-            note = f"add the plan `{name}: {new}` to a file; dlscale run {name} --configfile FILE; then name both here"
+            note = f"add the plan `{name}: {new}` to a file; dlscale run {name} --configfile FILE; then name both plans"
             yield Fact(title, OPEN, "open", note)
     for plan, each in evidence.scaled:
         if plan.record.kind in KINDS and not is_known(each.points[-1]):
@@ -88,7 +88,7 @@ def scaling(evidence: Evidence) -> tuple[list[Grid], list[Curve]]:
 
 
 def is_known(point: Point) -> bool:
-    """Return whether an efficiency is reliable: its interval is narrow, and both runs were undisturbed."""
+    """Return whether an efficiency is reliable: its interval is narrow, and its run and base run were undisturbed."""
     found = point.efficiency("FULL")
     quiet = not (point.run.foreign_cpu_fraction or point.base.foreign_cpu_fraction)
     return quiet and found is not None and found.noise < found.value / 2

@@ -69,8 +69,8 @@ class Wandb:
             )
         except Exception as error:  # wandb raises many types of errors, also of pydantic
             raise UserError(
-                f"training.trackers: wandb: {brief(error)}. WANDB_MODE=online needs a network and WANDB_API_KEY. "
-                "Check both, or remove wandb from the list"
+                f"training.trackers: wandb: {brief(error)}. Check WANDB_MODE; online needs a network and "
+                "WANDB_API_KEY. Or remove wandb from the list"
             ) from error
         for record in history:
             self.add(record)

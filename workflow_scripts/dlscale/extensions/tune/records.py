@@ -20,7 +20,7 @@ class Tried(Record):
 
 
 class Duel(Record):
-    """Paired timing of the best other candidate (`challenger`) and the run's original settings."""
+    """Paired timing of the run's original settings and of the best other candidate (`challenger`)."""
 
     challenger: int  #: Index of the challenger in `Tuning.candidates`.
     rates: list[tuple[float, float]]  #: Samples/s of the challenger and of the run's original settings, by round.
@@ -40,7 +40,7 @@ class Tuning(Record):
     run: str = ""  #: PLAN.RUN.
     seconds: float = 0.0  #: Duration of the tuning.
     candidates: list[Tried] = Field(min_length=1)  #: All candidates; the first is the run's original settings.
-    duel: Duel | None = None  #: None if no other candidate could be measured.
+    duel: Duel | None = None  #: None if there is no other candidate that could be measured in search and duel.
     command: str = ""  #: Command that trains with the winning candidate; empty if no candidate won.
 
     @property

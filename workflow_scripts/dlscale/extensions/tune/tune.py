@@ -94,8 +94,9 @@ def compete(
     open_trials: Callable[[Progress], contextlib.AbstractContextManager[Any]],
 ) -> Tuning:
     """Search for the best candidate, then time this candidate in a duel."""
-    # `open_trials` returns a context with a `Measure`. Its `problems` are the reasons for skipped candidates. In the
-    # duel its `keeps` is true: an external program is then paused between its turns, not started again.
+    # `open_trials` returns a context with a `Measure`. The attribute `problems` of the `Measure` has the reasons for
+    # skipped candidates. In the duel the attribute `keeps` is true: an external program is then paused between its
+    # turns, not started again.
     began, duel_seconds = time.perf_counter(), settings.seconds * (DUEL if len(changes) > 2 else 1)
     with (
         # Trials of the search, and of the duel.
@@ -192,8 +193,8 @@ def search(count: int, measure: Measure, seconds: float) -> tuple[int | None, li
 def candidates(run: Any, cores: int, device: torch.device) -> list[dict[str, Any]]:
     """Return the changes of each candidate to the run: dotted key → value; empty for candidate 0.
 
-    `cores`: number of cores per process. Prefetching is not varied without workers. Candidates never change the run's
-    staging of data.
+    `cores`: number of logical CPUs per process. Prefetching is not varied without workers. Candidates never change the
+    run's staging of data.
     """
     space: Tune = run.tune
     doubled = itertools.takewhile(lambda count: count <= cores, (2**power for power in itertools.count()))

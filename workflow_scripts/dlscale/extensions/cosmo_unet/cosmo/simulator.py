@@ -234,7 +234,8 @@ def temperature(gas: Array, convergence: Array) -> Array:
 
     Photo-ionised gas has T = 1.2e4 K · density^0.5 up to about ten times the mean density (Hui & Gnedin 1997,
     arXiv:astro-ph/9612232). A strong shock stops collapsing gas within 1 Mpc/h and heats the gas to
-    T = 3/16 · μ m_p v² / k_B (Rankine-Hugoniot).
+    T = 3/16 · μ m_p v² / k_B (Rankine-Hugoniot). This heat is multiplied by density² / (1 + density²) and added; the
+    sum is limited to `TEMPERATURE_RANGE`.
     """
     # K per (km/s)²; μ = 0.59 for ionised gas.
     heat_per_speed2 = np.float32(3 / 16 * 0.59 * 1.67262e-27 / 1.380649e-23 * 1e6)

@@ -35,7 +35,7 @@ class CosmoSource(Source):
         self.fields = ()
         for name, (channels, units, transforms) in CHANNELS.items():
             self.fields += (Field(name, channels, units, (len(channels), rows, height, width), 0, transforms),)
-        # Memory for the results of both fields, and for a slab of raw values of at least one row.
+        # Memory of a row: the results of both fields, and the raw values of the field with more channels.
         counts = [len(names) for names, _, _ in CHANNELS.values()]
         raw_row = 4 * max(counts) * self._factor * edge[1] * edge[2]
         self.bytes_per_row = 4 * sum(counts) * height * width + raw_row

@@ -187,12 +187,15 @@ def _timed(extra: Extra, files: list[tuple[Path, File, np.ndarray | None]], seri
 
 
 def complete(dataset: Era5Dataset, manifest: Manifest, stats: Path, name: str) -> Manifest:
-    """Add grid, time step and climatology to a manifest."""
+    """Add grid, times, climatology and mean states of each hour to a manifest.
+
+    Raise `UserError` if a part lacks pairs of states, or if a channel never varies.
+    """
     for split in ("train", "valid"):
         if all(file.rows < 2 for file in manifest.files(split)):
             raise UserError(
                 f"{manifest.folder}: {split}: each file (of a year) contains fewer than two times, so pairs of states "
-                f"are missing. Give {split} a longer period, or reduce step_hours"
+                f"are missing. Give {split} a longer period or files with more times, or reduce step_hours"
             )
     info = manifest.fields["fields"]
     info.check_varies(f"{manifest.folder}: fields")
@@ -237,7 +240,10 @@ def _extra(manifest: Manifest, stats: Path, name: str, series: bool) -> Extra:
 
 
 def _with_hour_means(manifest: Manifest, extra: Extra, stats: Path, name: str) -> Extra:
-    """Write the mean training state of each hour of day; skip this if times are unknown or do not cover all hours."""
+    """Write the mean training state of each hour of day.
+
+    Nothing is written if times are unknown or do not cover all hours, or if the step does not divide a day.
+    """
     files, info = manifest.files("train"), manifest.fields["fields"]
     if not extra.starts or extra.day is None:
         return extra

@@ -124,7 +124,7 @@ class Era5Dataset(DatasetSettings):
 
     @model_validator(mode="after")
     def _complete(self) -> Era5Dataset:
-        # Only a folder's path is checked for changes and old consolidated metadata, so a folder's address is refused.
+        # Changes and missing chunks of a folder are found only if `store` is a path, so a folder's address is refused.
         if isinstance(self.source, Era5Zarr) and self.source.store.startswith(("file:", "local:")):
             raise ValueError(f"store {self.source.store}: the address of a folder; give the folder's path")
         if isinstance(self.source, Era5Files | Era5Zarr):
@@ -215,7 +215,10 @@ class Era5(DatasetKind):
         return [dataset.source.path] if isinstance(dataset.source, Era5Prepared) else super().origins(dataset)
 
     def prepared_files(self, dataset: Era5Dataset) -> list[str]:
-        """Return the files of the years in a prepared folder, and the files of statistics."""
+        """Return the files of the years in a prepared folder, and the files of statistics.
+
+        The pattern `*.h5` stands for the missing files of a training or validation part.
+        """
         assert isinstance(dataset.source, Era5Prepared)
         root = pathlib.Path(dataset.source.path)
         files = []

@@ -10,9 +10,10 @@ With the time t of the input x(t), the lead d and the mean state m(hour) of each
 - a linear regression on these three states, on the state one step before t, and on a constant, fitted to the training
   pairs of each channel
 
-A baseline is left out if the data lack its means. Yesterday's change and the regression are left out if the step does
-not divide a day. For samples whose data do not reach back to yesterday, yesterday's change is zero, and the damped
-anomaly (or persistence, without means) replaces the regression.
+If the mean states of each hour are missing, the mean state over all training times replaces m, and the mean diurnal
+change is left out. Without any mean state, all baselines that contain m are left out. Yesterday's change and the
+regression are left out if the step does not divide a day. For samples whose data do not reach back to yesterday,
+yesterday's change is zero, and the damped anomaly (or persistence, without means) replaces the regression.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class NaiveAnswers:
                 answers |= {"yesterday": x + end - begin, "regression": (self._coefficients * terms).sum(dim=0)}
         return {name: answers[name] for name in self.names}, y
 
-    @functools.cache  # noqa: B019 - the cache has only a few splits, and lives as long as the object
+    @functools.cache  # noqa: B019 - the cache has one entry per split, but keeps the object alive
     def _places(self, split: str, plain: bool = False) -> list[tuple[str, int]]:
         """Return file digest and row of each input of a split.
 

@@ -6,7 +6,7 @@ climate, which keeps the flow turbulent; diffusion removes structures below the 
 hours, about 6 per cent of the change in 6 hours, is unpredictable. The model has no seasons, divergence, vertical
 structure or surface.
 
-Notation: `T` truncation; `J`, `L` latitudes and longitudes of the Gaussian grid; `K` fields. Spectral arrays are
+Notation: `T` truncation; `J` latitudes of a grid (a Gaussian grid has 2 J longitudes); `K` fields. Spectral arrays are
 complex128 `[..., T+1, T+2]`, by zonal wavenumber m and total wavenumber n (zero for n < m; the column n = T+1 holds
 only products such as u cos(latitude)). Harmonics have mean square 1. Grids are `[..., latitude, longitude]`. A state
 is vorticity (s-1) and temperature (K), `[2, T+1, T+2]`.

@@ -63,7 +63,7 @@ PRESSURES = {
     **dict.fromkeys(("hpa", "hectopascal", "hectopascals", "mb", "mbar", "millibar", "millibars", ""), 1.0),
     **dict.fromkeys(("pa", "pascal", "pascals"), 0.01),
 }
-#: Units of latitudes and longitudes, lower case: degrees, but not degrees south or west.
+#: Units of latitudes and longitudes, lower case: degrees or no unit, but not degrees south or west.
 ANGLE = re.compile(r"(?!.*(south|west|[ _.°][sw]$|ees?w$))((deg|°).*)?")
 #: Standard names of the axes of a grid with rotated poles.
 ROTATED = {"grid_latitude", "grid_longitude"}
@@ -71,11 +71,11 @@ ROTATED = {"grid_latitude", "grid_longitude"}
 LEADS = {"step", "forecast_period", "prediction_timedelta", "lead_time", "leadtime", "lead", "forecast_hour"}
 #: Names of coordinates of an ensemble's members.
 MEMBERS = ("number", "realization", "member", "ensemble")
-#: GRIB's types of pressure levels, in their units per hPa. Layers between two levels have other types.
+#: GRIB's types of pressure levels → number of the type's units in 1 hPa. Layers between two levels have other types.
 PRESSURE_LEVELS = {"isobaricInhPa": 1.0, "isobaricInPa": 100.0}
 #: GRIB flags of unsupported orders of points: from east to west, along columns, every second line backwards.
 SCANNING = ("iScansNegatively", "jPointsAreConsecutive", "alternativeRowScanning")
-#: GRIB keys of the properties in which the fields of a channel must agree; see `_grib_traits`.
+#: GRIB keys from which `_grib_traits` makes the properties in which the fields of a channel must agree.
 TRAITS = ("edition", "number", "derivedForecast", "stepType", "stepRange")
 #: Limit of the CPU time for reading a GRIB file's headers with ecCodes: seconds, plus file size / bytes per second.
 GRIB_SECONDS, GRIB_BYTES_PER_SECOND = 10.0, 100_000
@@ -182,7 +182,8 @@ def _check_written(values: Any) -> None:
 def open_xarray(place: str | Path, engine: str, **options: Any) -> xr.Dataset:
     """Open a file or store without reading values or decoding times.
 
-    xarray would decode to the type of an integer `scale_factor`, which drops decimals or overflows.
+    Integer attributes of `PACKING` become floats. Otherwise xarray would decode to the type of an integer
+    `scale_factor`, which drops decimals or overflows.
     """
     import xarray as xr
 
@@ -369,7 +370,7 @@ def _without_missing(read: np.ndarray, variable: xr.Variable, where: str) -> np.
 def _regular(latitude: np.ndarray, longitude: np.ndarray, where: str) -> tuple[np.ndarray, np.ndarray, bool]:
     """Return latitudes from north to south, longitudes from west to east, and whether the latitudes were reversed.
 
-    Raise `UserError` if the axes are not strictly monotonic.
+    Raise `UserError` if the axes are not strictly monotonic, exceed ±90 degrees, or repeat a meridian.
     """
     latitude, longitude = latitude.astype(np.float64), longitude.astype(np.float64)
     if (abs(np.diff(longitude)) > 180.0).any():  # replace …, 355, 0, 5 by …, 355, 360, 365
@@ -468,7 +469,7 @@ def _grib_traits(kind: str, level: Any, edition: int, number: Any, mean: Any, st
     """Return the traits of a message, given `typeOfLevel`, `level` and the values of `TRAITS`."""
     traits = {"number": "0" if number == "undef" else str(number), "derivedForecast": str(mean), "stepType": step}
     if kind not in PRESSURE_LEVELS:
-        # Both editions name the level of some variables differently, such as `surface` for 2 m temperature in GRIB 1.
+        # GRIB 1 and GRIB 2 name the level of some variables differently: for 2 m temperature, GRIB 1 has `surface`.
         traits[f"typeOfLevel and level (GRIB {edition})"] = f"{kind} {str(level).removesuffix('.0')}"
     if step != "instant" and (ends := re.fullmatch(r"(\d+)(\w*)-(\d+)(\w*)", str(span))):
         traits["length of stepRange"] = f"{int(ends[3]) - int(ends[1])} {ends[4] or 'h'}"
@@ -678,7 +679,8 @@ class _Segment:
 class Era5Source(Source):
     """Source with the field `fields` [T, C, H, W] in physical units, cropped and averaged as the dataset requires.
 
-    The times are the multiples of `step_hours` from midnight UTC in the period; if None, all times in the period.
+    The times are those in the period at multiples of `step_hours` since 1970-01-01T00 UTC; if `step_hours` is None, all
+    times in the period.
     Raise `UserError` for missing or repeated channels or times, and for grids that differ or are smaller than the crop.
     """
 

@@ -82,8 +82,8 @@ def acquire(dataset: Era5Dataset, raw: RawFile, out: Path, progress: Callable[[i
 def _opened(origin: str, remote: bool, advice: str, wanted: Collection[str]) -> xr.Dataset:
     """Open a store lazily. In a remote store, reading a missing chunk of a `wanted` variable raises an error.
 
-    A missing chunk within a shard has missing values. In a folder, consolidated metadata are ignored, because they may
-    be older than the arrays.
+    A missing chunk within a shard is read as missing values. In a folder, consolidated metadata are ignored, because
+    they may be older than the arrays.
     """
     import zarr
 

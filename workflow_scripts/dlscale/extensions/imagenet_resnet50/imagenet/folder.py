@@ -77,7 +77,10 @@ def check_classes(train: str, valid: str) -> list[str]:
 
 
 def class_names(folder: Path) -> list[str]:
-    """Return the sorted names of the folders and links in a folder, without hidden and system folders."""
+    """Return the sorted names of the subfolders of a folder, without hidden and system folders.
+
+    Links to folders, and broken links, count as subfolders.
+    """
     try:
         entries = [
             entry for entry in os.scandir(folder) if not entry.is_file() and (entry.is_dir() or entry.is_symlink())
@@ -174,7 +177,7 @@ def shard_digests(folder: str, shards: int) -> list[str]:
     with ThreadPoolExecutor(8) as pool:  # threads, since each access to a network file system is slow
         found = pool.map(lambda name: [_line(split, path) for path in images(split, name)[0]], names)
         lines = [line for of_class in found for line in of_class]
-    if len(lines) < shards:  # the stage reports this error; a dry run must not fail
+    if len(lines) < shards:  # too few images: the stage reports this error; a dry run must not fail
         return [_digest(names, lines)] * shards
     shares = (shard(len(lines), number, shards) for number in range(shards))
     return [_digest(names, lines[share.start : share.stop]) for share in shares]

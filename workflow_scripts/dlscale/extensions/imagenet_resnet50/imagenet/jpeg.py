@@ -32,7 +32,8 @@ def is_complete(file: np.ndarray) -> bool:
 def _is_plain(file: np.ndarray) -> bool:
     """Return whether a file is a complete JPEG with a single scan, and without markers inside its compressed data.
 
-    Progressive JPEGs have several scans. A decoder of a part saves no time for them, and differs if a scan is missing.
+    Progressive JPEGs have several scans. Decoding only a part of a progressive JPEG saves no time, and gives other
+    pixels than Pillow if a scan is missing.
     """
     if file[:2].tobytes() != b"\xff\xd8" or not is_complete(file):
         return False

@@ -91,7 +91,7 @@ class ImageSamples(Strict):
     )
     valid: PositiveInt | None = Field(
         None,
-        description="Largest number of validation samples, and of test samples, evenly spaced. Absent: all samples.",
+        description="Largest number of validation samples, evenly spaced. Absent: all samples.",
     )
 
     @model_validator(mode="after")

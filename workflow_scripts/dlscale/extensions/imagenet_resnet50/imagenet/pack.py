@@ -131,7 +131,7 @@ def write_pack(
     """Write the pictures, in their order, into a pack with the `form` `encoded` or `decoded`.
 
     HDF5 can store contiguous values only after their number is known, so the values are first written into an unnamed
-    temporary file. `files` is the digest from `folder.shard_digests`.
+    temporary file. `files` is the digest of the packed files, as in `folder.shard_digests`; None for simulated images.
     """
     index, digest = np.zeros((len(pictures), 4), np.int64), hashlib.sha256()
     with atomic_write(out) as temporary, tempfile.TemporaryFile(dir=out.parent) as gathered:
