@@ -46,7 +46,7 @@ from dlscale.data import store
 from dlscale.extensions.era5_vit.era5.kind import PairSamples
 from dlscale.extensions.era5_vit.era5.samples import Pairs
 
-#: Minimum ratio of the speed of `direct` to the archive's reader with its best number of workers.
+#: Minimum ratio of the speed of `direct` to the speed of the archive's reader with the best number of workers.
 TARGET = 3.0
 #: Reader that decompresses on a GPU. It has never run.
 ON_GPU = "Zarr v3 with Zstd, decompressed on a GPU"

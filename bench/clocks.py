@@ -12,7 +12,7 @@ from typing import Any
 
 #: Fields that `nvidia-smi` prints, in the order of its columns.
 FIELDS = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu", "utilization.gpu")
-#: Names of the field with the reasons for reduced clocks: of older drivers, of newer drivers.
+#: Names of the field with the reasons for reduced clocks: first in older drivers, then in newer drivers.
 REASONS = ("clocks_throttle_reasons.active", "clocks_event_reasons.active")
 #: Name of each reason by its bit in NVML (nvmlClocksEventReasons). Bit 0 is left out because it means an idle GPU.
 BITS = {

@@ -53,7 +53,7 @@ def source(quick: bool) -> dict[str, Any]:
 
 @contextmanager
 def cores(count: int) -> Iterator[None]:
-    """Limit this process, and the processes that it starts meanwhile, to `count` cores."""
+    """Limit this process, and the processes that it starts meanwhile, to `count` logical CPUs."""
     threads, allowed = torch.get_num_threads(), os.sched_getaffinity(0)
     os.sched_setaffinity(0, sorted(allowed)[:count])
     torch.set_num_threads(count)

@@ -6,7 +6,7 @@
 
 The program also runs without a network. It needs torch, numpy and the wheels that `make bench-gpu-wheels` collects for
 `--wheels`. A row whose package is missing (numba, DALI, tensorboard, ...) is skipped and names the package. A call
-takes at most `--seconds` and lists the rows that did not fit; the next call with `--continue` measures these rows. Each
+starts only rows that fit into `--seconds`, and lists the rest; the next call with `--continue` measures the rest. Each
 finished row is written to FILE at once, with the GPU's clocks, power and temperature during the row.
 
 The exit status is 1 if a check fails. A missed target is only reported.

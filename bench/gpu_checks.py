@@ -219,7 +219,7 @@ def rung_equals_plain(bench: Bench, rung: Rung) -> Values:
             x, y = case.batch(bench.device, size)
             # Keep targets far from predictions, because rounding would flip gradients at the kink of the L1 loss.
             y = plain.predict(x) + y + 0.2 * y.sign()
-            # run the plain step before the rung's step is made, which may switch TensorFloat-32 on in this process
+            # run the plain step first, because making the rung's step may switch TensorFloat-32 on in this process
             truth = observe(plain, x, y)
             try:
                 step = make(bench, case, **over)

@@ -307,7 +307,8 @@ def attentions(bench: Bench) -> list[Task]:
     return [
         Task("attention", kind, 10, partial(attention, bench, kind, samples, tokens, width))
         for kind in BACKENDS
-        if kind not in ("math", "efficient")  # too much memory for all attention scores; never the fastest
+        # `math` needs too much memory, because it stores all attention scores; `efficient` is never the fastest.
+        if kind not in ("math", "efficient")
     ]
 
 

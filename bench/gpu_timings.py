@@ -256,7 +256,7 @@ def expected(bench: Bench, rate: float, kind: str = "FULL resident") -> dict[str
 
 
 def compiled(bench: Bench) -> list[Task]:
-    """Return the compiled rungs of the U-Net, which are all expectations of docs/benchmarks.md for this model."""
+    """Return the compiled rungs of the U-Net, whose speed docs/benchmarks.md only expects."""
     return unet(bench, compiled=True)
 
 

@@ -36,10 +36,10 @@ SIZE, BATCH = 224, 16
 (HEIGHT, WIDTH), LARGE = (375, 500), (1024, 1536)
 DECODING, EXAMPLE = "Pillow's decoding alone", "DALI's example"
 LARGER, SCALED = "large photographs, decoding alone", "large photographs, scaled decoding alone"
-#: Minimum ratio of each loader's speed to the fastest loader of Apex's example. Images that were decoded in advance
-#: are still resized.
+#: Minimum ratio of each loader's speed to the speed of Apex's example with the best number of workers. Images that were
+#: decoded in advance are still resized.
 TARGETS = {"torch loader's best": 0.95, "direct": 1.5, "direct, decoded": 2.5, "DALI": 1.1}
-#: Minimum ratio of the loader `direct` to Pillow's decoding alone.
+#: Minimum ratio of the speed of the loader `direct` to the speed of Pillow's decoding alone.
 OF_DECODING = 0.85
 
 

@@ -51,7 +51,7 @@ LOOP = "the same rows by a loop in C"
 PROGRAM = "published loader, {} workers"
 PUBLISHED = "torch loader, published layout, {} workers"
 WORKERS = (0, 1, 2)
-#: Minimum ratio of each loader's speed to the tutorial's loader with its best number of workers.
+#: Minimum ratio of each loader's speed to the speed of the tutorial's loader with the best number of workers.
 CROPS = {"direct, fp16 channels last": 12.0}
 PAIRS = {"direct, fp16": 10.0}
 
@@ -327,7 +327,7 @@ class Comparison:
     program: Published
     ours: GridSamples  #: Samples whose stored bytes the lower bounds read and copy.
     batch_size: int
-    targets: dict[str, float]  #: Loader → minimum ratio of its speed to the tutorial's loader.
+    targets: dict[str, float]  #: Loader → minimum ratio of its speed to the speed of the tutorial's loader.
 
 
 def compare(options: Options, comparison: Comparison, contestants: Callable[[ExitStack], Contestants]) -> list[Row]:

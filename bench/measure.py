@@ -26,7 +26,7 @@ class Row:
     Attributes
     ----------
     values, references
-        One number per repetition, in `unit`. Value i and reference i were measured one after the other.
+        One number per repetition, in `unit`. Value i and reference i are from the same turn.
     reference
         Name of the reference: a bound set by the hardware, or another program.
     counted

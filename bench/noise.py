@@ -155,10 +155,14 @@ def main() -> None:
         type=int,
         default=os.cpu_count(),
         metavar="N",
-        help="number of other programs, each of which keeps a core busy (default: one per core)",
+        help="number of other programs, each of which keeps a core busy (default: one per logical CPU)",
     )
     parser.add_argument(
-        "--threads", type=int, default=os.cpu_count(), metavar="N", help="threads of a run (default: all cores)"
+        "--threads",
+        type=int,
+        default=os.cpu_count(),
+        metavar="N",
+        help="threads of a run (default: one per logical CPU)",
     )
     parser.add_argument("--set", default="{}", metavar="JSON", help="settings that override the settings of all runs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="file for the results (default: none)")

@@ -23,7 +23,7 @@ from bench.published import Photographs, fast_collate
 
 #: Photographs per shard.
 SHARD = 32
-#: Minimum ratio of the speed of dlscale's `direct` loader to each of the two packages.
+#: Minimum ratio of the speed of dlscale's `direct` loader to the speed of each of the two packages.
 TARGET = 1.0
 
 

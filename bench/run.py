@@ -1,7 +1,7 @@
 """The benchmarks of dlscale itself: `make bench`, or `python bench/run.py [--quick] [--json FILE] [GROUP ...]`.
 
-Each row is compared with a reference that is measured alternately with it, in the same process. Compare ratios, not
-values, between machines and days. Some rows have a target ratio; a missed target is not a failure.
+Each row is compared with a reference: most references are measured in turns with the row, others are fixed limits.
+Compare ratios, not values, between machines and days. Some rows have a target ratio; a missed target is not a failure.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def main() -> None:
         parser.error(f"unknown group: {', '.join(sorted(unknown))}; choose from: {', '.join(GROUPS)}")
     logging.disable(logging.INFO)  # hide the log lines of the stages
     facts = machine()
-    print(f"{facts['device']['name']}, {facts['cores']} cores, load {facts['load']:.1f}; PyTorch {torch.__version__}")
+    print(f"{facts['device']['name']}, {facts['cores']} CPUs, load {facts['load']:.1f}; PyTorch {torch.__version__}")
     if facts["load"] > 0.5 * facts["cores"]:
         print("Other processes are running: values are too low, and ratios are less certain.")
     rows: list[Row] = []

@@ -153,7 +153,7 @@ def perform_all(
     sampler: Sampler | None = None,
     found: dict[str, Values] | None = None,
 ) -> list[Result]:
-    """Do the tasks in order and print a row for each; `out` always holds the results and the current task.
+    """Do the tasks in order and print a row for each new result; `out` always holds all results and the current task.
 
     Parameters
     ----------

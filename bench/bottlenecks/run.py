@@ -101,7 +101,9 @@ def call(stage: str, *words: str, ranks: int = 1) -> None:
     study = [f"--study=plant={STUDY}"]
     done = subprocess.run([sys.executable, *start, *study, stage, *words], env=environment, check=False)
     if done.returncode:
-        raise SystemExit(f"{stage} failed ({done.returncode}); see the messages above, or the log next to {words[-1]}")
+        raise SystemExit(
+            f"{stage} failed ({done.returncode}); see the messages above, or a log in the folder of {words[-1]}"
+        )
 
 
 @contextmanager
