@@ -190,7 +190,7 @@ class Boxes:
 
 
 class Regions:
-    """Inputs and operators of a pipeline in which DALI reads boxes from mirrors; Python gives only the positions."""
+    """Inputs and operators of a pipeline that reads boxes from mirrors; Python gives only positions and `numbers`."""
 
     def __init__(self, samples: GridSamples, indices: list[range], settings: Settings, gpu: bool) -> None:
         self._samples, self._indices, self._gpu = samples, indices, gpu

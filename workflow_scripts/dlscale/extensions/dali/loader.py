@@ -131,7 +131,7 @@ class Images:
         for epoch, indices, _ in self._kept:
             for index in indices:
                 self._samples.read(epoch, index)
-        return f"loader.kind: dali failed on images that Pillow decodes ({error}). Set loader.kind to torch or direct"
+        return f"loader.kind: dali failed on readable images ({error}). Set loader.kind to torch or direct"
 
     def close(self) -> None:
         """Do nothing, because this pipeline has no resources to free."""

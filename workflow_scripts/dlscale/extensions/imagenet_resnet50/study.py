@@ -39,7 +39,7 @@ BEST = 5  # number of most probable classes that top-5 accuracy counts and the f
 
 
 def _number(value: Any) -> Any:
-    """Return a string of digits as a number, since all values of `--config` are strings."""
+    """Return a string of digits as a number, since values inside a mapping in `--config` are strings."""
     return int(value) if isinstance(value, str) and value.isdecimal() else value
 
 

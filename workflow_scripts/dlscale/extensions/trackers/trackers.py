@@ -1,6 +1,6 @@
 """Log runs to Weights & Biases and MLflow: optional dependencies, which are imported if a run uses them.
 
-A tracker that cannot be used raises `UserError` at the start of a training. Later, a failed request to MLflow only
+A tracker that cannot be used raises `UserError` at the start of a training. Later, a failure to log to MLflow only
 causes a warning, and the training continues.
 """
 

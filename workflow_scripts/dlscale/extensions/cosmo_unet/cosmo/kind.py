@@ -173,7 +173,7 @@ class Cosmo(DatasetKind):
         return Outline({name: (count, (edge,) * 3) for name, count in CHANNELS.items()}, rows, values)
 
     def available(self, samples: CropSamples, rows: list[int]) -> int | None:
-        return None  # any number of crops can be drawn
+        return None  # training draws any number of crops; for validation, the number also depends on the grid
 
 
 def gap(dataset: CosmoDataset) -> int:
