@@ -198,7 +198,7 @@ def observe(step: Step, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Ten
     step.gradients(x, y)
     scale = step.scaler.get_scale()
     for name, p in step.model.named_parameters():
-        # the gradient of this bias is zero, except for rounding
+        # the gradient of the keys' bias is zero, except for rounding
         if p.grad is not None and not name.endswith("attention.k.bias"):
             found[f"gradient of {name}"] = p.grad.float() / scale
     before = {name: value.clone() for name, value in step.weights.state_dict().items()}

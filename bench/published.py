@@ -1,6 +1,6 @@
 """Plain restatements of the tutorials' loaders, models and step, as references.
 
-Parameters have the order of dlscale's models, so weights can be copied between both.
+Parameters have the order of dlscale's models, so weights can be copied from one to the other.
 """
 
 from __future__ import annotations

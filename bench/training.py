@@ -117,7 +117,7 @@ def trainer(options: Options, case: Case, steps: int, guarded: bool | None = Non
     """Return a function that trains for an epoch and returns the samples/s that the trainer records.
 
     If `guarded` is true, all guards are on: the search for NaN with `on_divergence: skip`, the watchdog, and the record
-    of memory. If it is false, all are off. By default, only the search for NaN is on.
+    of memory. If `guarded` is false, all guards are off. By default, only the search for NaN is on.
     """
     run, step = case.run(**({"training": {"on_divergence": "skip"}} if guarded else {})), case.step(CPU)
     if guarded is False:

@@ -1,7 +1,8 @@
 """Mirrors of volumes: `.npy` files [D, H, W, C] with copies of the volumes' values, from which DALI reads boxes.
 
-If a split is a single HDF5 file, mirrors that SC22's tutorial wrote next to it are used. Otherwise dlscale makes a
-mirror of all volumes of a split, one after another, next to the manifest; `prepare.py` makes it before a stage begins.
+If a split is a single HDF5 file, mirrors that SC22's tutorial wrote next to this file are used. Otherwise dlscale makes
+a mirror of all volumes of a split, one after another, next to the manifest; `prepare.py` makes this mirror before a
+stage begins.
 """
 
 from __future__ import annotations

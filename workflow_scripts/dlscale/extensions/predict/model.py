@@ -6,7 +6,7 @@ doi:10.1016/S0167-8191(06)80021-9). Collectives follow Thakur, Rabenseifner and 
 transfer data at the same time, so the slowest level determines the time, as in AMD's Primus and in ASTRA-sim.
 
 A step takes the time of the slowest device, plus the communication that the computing does not hide. Loading overlaps
-with both; a step takes at least as long as the loading of its samples.
+with computing and communication; a step takes at least as long as the loading of its samples.
 """
 
 from __future__ import annotations

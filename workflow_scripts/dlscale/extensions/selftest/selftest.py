@@ -303,7 +303,7 @@ def _measure(world: World, peer: int) -> Link:
 
 
 def levels(links: Iterable[Link], hosts: Sequence[str]) -> list[LinkLevel]:
-    """Return latency and bandwidth within nodes and between them."""
+    """Return latency and bandwidth within nodes and between nodes."""
     within: list[Link] = []
     between: list[Link] = []
     for link in links:

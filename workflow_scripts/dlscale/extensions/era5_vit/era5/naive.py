@@ -7,8 +7,8 @@ With the time t of the input x(t), the lead d and the mean state m(hour) of each
 - the mean diurnal change: x(t) + m(t + d) - m(t)
 - the damped anomaly: m(t + d) + a (x(t) - m(t)); the training pairs of each channel determine a
 - yesterday's change: x(t) + x(t - 24 h + d) - x(t - 24 h); for leads above 24 h, two or more days earlier
-- a linear regression on these three states, on the state one step before t, and on a constant, fitted to the training
-  pairs of each channel
+- a linear regression on x(t), x(t - 24 h + d), x(t - 24 h), on the state one step before t, and on a constant, fitted
+  to the training pairs of each channel
 
 If the mean states of each hour are missing, the mean state over all training times replaces m, and the mean diurnal
 change is left out. Without any mean state, all baselines that contain m are left out. Yesterday's change and the

@@ -351,7 +351,7 @@ def _without_missing(read: np.ndarray, variable: xr.Variable, where: str) -> np.
         span = [(unpacked(attrs.get(name)) or [math.nan])[0] for name in ("valid_min", "valid_max")]
     if np.isnan(span).all():
         return read
-    # Packed limits were multiplied by `scale`; a single limit shows this by its type.
+    # A negative `scale` swaps limits in packed units. A single limit is in packed units if its type is an integer.
     in_stored_units = any(np.asarray(attrs.get(name, 0.0)).dtype.kind in "iu" for name in ("valid_min", "valid_max"))
     is_swapped = scale < 0 and (span[0] > span[1] or (in_stored_units and bool(np.isnan(span).any())))
     low, high = span[::-1] if is_swapped else span
