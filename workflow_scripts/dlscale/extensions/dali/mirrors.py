@@ -69,7 +69,7 @@ def mirror(field: BoxField) -> NpyMirror:
     found = locate(field)
     if not found.path.exists():
         raise UserError(
-            f"{found.path}: no such mirror. Run the stage with Snakemake, which first makes the mirror; or {INSTEAD}"
+            f"{found.path}: no such mirror. Start the stage by its command, which first makes the mirror; or {INSTEAD}"
         )
     return found
 

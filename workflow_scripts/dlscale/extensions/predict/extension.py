@@ -46,12 +46,17 @@ COMMANDS = {
             ),
             option(
                 "--machine",
-                "name of a machine, or YAML file that describes its links (default: machine of the measured device)",
+                "name of a machine, or YAML file that describes its links (default: machine of the measured device); "
+                "ignored with --model",
                 False,
             ),
             option("--per-node", "devices used per node (default: all)", False, type=int, metavar="N"),
             option(
-                "--storage", "samples/s that the storage delivers to all devices", False, type=float, metavar="RATE"
+                "--storage",
+                "samples/s that the storage delivers to all devices; ignored with --model",
+                False,
+                type=float,
+                metavar="RATE",
             ),
             option(
                 "--memory",
