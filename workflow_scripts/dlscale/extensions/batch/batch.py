@@ -57,7 +57,7 @@ class BatchInfo(Record):
 
 
 def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
-    """Print the batch of the step `args.step`; if given, write its tensors to `args.out`."""
+    """Print the batch of the step `args.step`; write its tensors to `args.out`, if set."""
     path = run_folder(args.run, configuration)
     run: Run = load_run(path / "config.yaml", "train")
     above = path.resolve().parents

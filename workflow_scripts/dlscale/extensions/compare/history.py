@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
-    """Print the history of `args.results`; if given, draw the file `args.out`; return the exit status 0."""
+    """Print the history of `args.results`; draw the file `args.out`, if set; return the exit status 0."""
     results = results_of(configuration)
     found = history(args.results or [str(results)], configuration, _day(args.since))
     if found.empty:
@@ -132,7 +132,8 @@ def _around(interval: float | None) -> str:
 def draw(found: pd.DataFrame, path: Path) -> None:
     """Draw each run's speed over time into a PNG file.
 
-    A speed is relative to the first measurement of the run on the same device.
+    A speed is relative to the first measurement in `found` of the same run, device and unit. Measurements without a
+    known time are left out.
     """
     import matplotlib
     from matplotlib.dates import date2num

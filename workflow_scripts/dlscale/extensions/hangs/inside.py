@@ -33,7 +33,7 @@ STATUS, REPORT, STACKS, ASK = "hang.status", "hang.report", "hang.stacks", "hang
 #: File with the state of PyTorch's allocator, as in `dlscale.extensions.health.noted`.
 SNAPSHOT = "memory_snapshot.pickle"
 
-#: Seconds between two checks for new steps; time between two writes of the status, as a fraction of AFTER.
+#: Seconds between two checks for new steps; time between two writes of the status, as a fraction of the time in AFTER.
 TICK, WRITES = 1.0, 0.1
 
 #: Longest wait for the stacks of a child, such as a loader process, seconds.
@@ -292,9 +292,9 @@ _reporter: Any = None
 
 
 def start(log: Any) -> dict[str, Callable[[Any], None]]:
-    """Prepare the reporter of this process, which starts after the import of PyTorch.
+    """Prepare this process's reporter; `begin` starts the reporter.
 
-    Return the functions that dlscale's hook calls after the imports of modules.
+    Return the functions that dlscale's hook calls after the imports of modules: `begin` for PyTorch.
     """
     global _reporter
     _reporter = Reporter(log)

@@ -122,7 +122,8 @@ def _check_complete(folder: Path, where: str, revision: str) -> None:
         if names:
             raise UserError(
                 f"{where}: commit {revision} has {what}, which are not fetched: {cut(', '.join(names), 300)}. Name a "
-                f"commit without {what}, or omit program.revision and prepare program.folder yourself"
+                f"commit without {what}, or omit program.revision and program.repository, and prepare program.folder "
+                "yourself"
             )
 
 

@@ -28,8 +28,9 @@ STEPS, PROFILED = os.environ.get("DLSCALE_STEPS", ""), os.environ.get("DLSCALE_P
 #: Whether dlscale reads the program's output, and needs complete lines.
 READ = bool(os.environ.get("DLSCALE_READ"))
 
-#: Files of extensions, separated by colons, relative to the folder of extensions. A file has a function `start(log)`,
-#: which returns a table: module → function that wraps functions of the module after its import. `log` has the steps.
+#: Files of extensions, separated by colons: absolute paths, or paths relative to the folder of extensions. A file has a
+#: function `start(log)`; `log` has the steps. The function returns a table: module → function that wraps functions of
+#: the module after its import.
 HOOKS = os.environ.get("DLSCALE_HOOKS", "")
 
 #: Module whose loaders request each batch before they deliver the previous batch.
@@ -296,7 +297,7 @@ class Watcher:
 
 
 def copies(loader: Any) -> int:
-    """Return the number of processes that get the same batches, by `DistributedSampler`; otherwise 1."""
+    """Return the number of processes that get the same batches from `DistributedSampler`; 1 for other samplers."""
     try:
         sampler = loader._index_sampler
         return int(
