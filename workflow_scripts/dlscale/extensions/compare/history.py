@@ -35,7 +35,10 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
     results = results_of(configuration)
     found = history(args.results or [str(results)], configuration, _day(args.since))
     if found.empty:
-        raise UserError(f"history: no measurements{f' since {args.since}' * bool(args.since)}. Measure a plan first")
+        older = ", or choose an earlier day" if args.since else ""
+        raise UserError(
+            f"history: no measurements{f' since {args.since}' * bool(args.since)}. Measure a plan first{older}"
+        )
     if args.out:
         draw(found, Path(args.out))
     if args.json:

@@ -1,8 +1,9 @@
 """Report the line, the unfinished collective operations and the stacks of a Python process without progress.
 
-dlscale's own processes import this file. In programs of `dlscale measure --hang-after`, dlscale's hook loads the file
-by its path, so the file is for Python 3.8 and later, and has no dependencies. In each process that imports PyTorch or
-records a step, a thread (`Reporter`) writes the time since the last step or batch, and a report on request.
+dlscale's own processes import this file. In external programs whose hangs are watched (`--hang-after`, or the watchdog
+in plans), dlscale's hook loads the file by its path, so the file is for Python 3.8 and later, and has no dependencies.
+In each process of these programs that imports PyTorch or records a step, a thread (`Reporter`) writes the time since
+the last step or batch, and a report on request.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-#: Environment variable: seconds without a step or batch after which `dlscale measure` ends the program.
+#: Environment variable: seconds without a step or batch after which dlscale ends the program.
 AFTER = "DLSCALE_HANG_AFTER"
 
 #: Names of files in the folder of steps. `.HOST.PID` follows all names except ASK, the request for reports.

@@ -30,7 +30,7 @@ HUNG = 124
 #: Limits of `--hang-after`, seconds.
 MIN_SECONDS, MAX_SECONDS = 3.0, 1e6
 
-#: Limit before the first step, as a multiple of `--hang-after`.
+#: Limit before the first step, as a multiple of the limit between steps.
 BEFORE_FIRST_STEP = 10
 
 #: Longest waits, seconds: for PyTorch's analysis; for the end of processes after SIGTERM.

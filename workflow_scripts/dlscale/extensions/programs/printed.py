@@ -242,8 +242,8 @@ def value_of(match: re.Match[str]) -> float | None:
 def label_of(match: re.Match[str]) -> str:
     """Return the label of a pattern's group.
 
-    The label is the longer of two texts that end at the group: one begins after the line's last number or separator,
-    the other after the last number in the match.
+    The label is the longer of two texts that end at the group: one text begins after the line's last number or
+    separator, the other text begins after the last number in the match.
     """
     before, own = match.string[: match.start(1)][-MAX_LABEL:], match.string[match.start() : match.start(1)][-MAX_LABEL:]
     return max(re.split(r"[,;|\0]", AMOUNT.sub("\0", before))[-1], AMOUNT.sub("\0", own).split("\0")[-1], key=len)

@@ -195,8 +195,8 @@ def earlier(folder: Path, keep: Path, program: Any) -> Earlier:
     """Return the losses that earlier tries printed, and save the losses for later tries.
 
     Call this function before the last try's steps are removed. Points count up to the last checkpoint. The checkpoint's
-    time is the time of the newest file that `program.resume` names; without such a file, of the newest file in `keep`.
-    If a validation ended at about this time, the validation's time counts.
+    time is the time of the newest file that `program.resume` names; without such a file, the time of the newest file in
+    `keep`. If a validation ended at about this time, the validation's time counts.
     """
     file, steps = folder / CURVES, folder / "steps"
     known = Earlier()

@@ -54,7 +54,7 @@ def fetch(repository: str, revision: str, folder: Path, where: str) -> None:
 
 
 def fresh(folder: str, revision: str, fetched: bool, checkout: Path) -> str:
-    """Check out a commit of the repository that contains `folder` into the folder `checkout`; return the new `folder`.
+    """Check out a commit of the repository that contains `folder` into `checkout`; return the path of `folder` there.
 
     `fetched`: whether the workflow's stage `checkout` cloned the repository (`program.repository`). Only such a
     repository can be copied on a machine without git.

@@ -587,8 +587,8 @@ def _measured(
 def _with_delivered(reading: Reading, processes: Sequence[seen.Process]) -> Reading:
     """Compare the stated samples per step with the delivered samples; warn if they differ by more than 10 %.
 
-    Delivered samples are compared only if their number is certain. If it is larger, it replaces a run's `batch_size`,
-    which might not count gradient accumulation. It never replaces the option `--batch-size`.
+    Delivered samples are compared only if their number is certain. A larger number of delivered samples replaces a
+    run's `batch_size`, which might not count gradient accumulation, but never the option `--batch-size`.
     """
     own = seen.pace(processes) if reading.batch_size and processes else None
     if not (reading.batch_size and own and own.samples and own.batch_size):
@@ -651,7 +651,7 @@ def _pace_by(
 def _check_ranks(printed: Sequence[tuple[float, float]], run: Outcome, own: seen.Pace | None, processes: int) -> None:
     """Refuse rates in samples/s that each process prints for itself; warn if they may be rates of one process.
 
-    `own` is the pace of the steps that were seen. If its samples per step are certain, it decides.
+    `own` is the pace of the steps that were seen. If the samples per step are certain, this pace decides.
     """
     count, total = max(processes, len(run.ranks)), sum(own.rank_rates) if own and own.samples else 0.0
     # Accept rates in steps/s, and rates that are nearer to the rate of all processes than to the rate of one process.
@@ -725,8 +725,8 @@ def _check_log(
     """Refuse a log's rate that disagrees with the steps that were seen.
 
     Reasons are validations between two logged steps, and step numbers that count micro-batches. With several optimisers
-    the number of seen steps may be wrong, so it decides only if the samples per step are certain. The samples that the
-    loaders delivered also count, because the stated samples may be those of a micro-batch.
+    the number of seen steps may be wrong, so the log is refused only if the samples per step are certain. The log may
+    agree with the samples that the loaders delivered instead, because the stated samples may be those of a micro-batch.
     """
     delivered, stated = (seen.pace(processes, size, apart) for size in (None, reading.batch_size or 1))
     certain = delivered is not None and delivered.samples
@@ -753,7 +753,8 @@ def _validating(pace: seen.Pace) -> float:
 def _is_same_rate(logged: Sequence[float], made: Sequence[float], validating: float) -> bool:
     """Return whether two rates differ by at most 10 %, or by at most 30 % within their 95 % intervals.
 
-    They also differ if the logged rate is at least 2 % lower, and nearer to the rate of steps and validations together.
+    The rates also differ if the logged rate is at least 2 % lower, and nearer to the rate of steps and validations
+    together.
     """
     (one, reach), (other, around) = interval(logged), interval(made)
     most = max(one, other) / min(one, other)

@@ -648,7 +648,7 @@ def _without_long_steps(steps: Sequence[_Step]) -> list[_Step]:
         least = PAUSE_IN_WAITS * statistics.median_low(busy[number] for number in inner)
         long = [number for number in long if steps[number].first or busy[number] > least]
         steps = steps[: inner[-1] + 1]
-        long += range(inner[0] + 1)  # the counted steps begin after a long step and end with one
+        long += range(inner[0] + 1)  # the counted steps begin after a long step, and end with a long step
     pauses = set(long)
     return [step for number, step in enumerate(steps) if number not in pauses]
 

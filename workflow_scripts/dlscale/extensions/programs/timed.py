@@ -134,8 +134,8 @@ class Log:
     def fact(self, kind: str, *values: int) -> None:
         """Note the bytes of an optimiser's gradients (p), or facts about an iterator.
 
-        The facts are the number of copies of its batches (c), and that a library requests each batch before it delivers
-        the previous batch (a).
+        c: number of processes that get copies of the iterator's batches. a: a library requests each batch before the
+        library delivers the previous batch.
         """
         if self.on:
             self._notes.append(f"{kind} {' '.join(map(str, values))}\n")
