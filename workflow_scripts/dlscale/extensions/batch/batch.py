@@ -41,7 +41,7 @@ class TensorInfo(Record):
     shape: list[int]
     dtype: str
     minimum: Number  #: Least finite value; NaN if all values are NaN or infinite.
-    maximum: Number  #: Greatest finite value.
+    maximum: Number  #: Greatest finite value; NaN if all values are NaN or infinite.
     nan: int
     infinite: int
 

@@ -423,7 +423,7 @@ def check(
 ) -> list[Finding]:
     """Check that this site can run `stages_wanted` of plans (default: the targets) and of datasets.
 
-    A check of the site that raises or hangs becomes a warning.
+    A check of the site that raises or hangs becomes a warning; a check whose command is not installed is skipped.
     """
     results = Path(configuration.workflow.results) if configuration else Path()
     space: Probe = ("space", functools.partial(probe_space, results))

@@ -95,8 +95,8 @@ class Outcome:
     losses: dict[str, list[tuple[float, float]]]  #: Other printed numbers, by the name of their pattern: time, value.
     stopped: bool = False  #: Whether dlscale ended the program because it had made enough steps.
     signals: tuple[int, ...] = ()  #: Signals that were forwarded to the program.
-    frameworks: frozenset[str] = frozenset()  #: Libraries that the program loaded, keys of FRAMEWORKS.
-    users: frozenset[int] = frozenset()  #: User ids of the program's processes.
+    frameworks: frozenset[str] = frozenset()  #: Libraries loaded before the first step is seen, keys of FRAMEWORKS.
+    users: frozenset[int] = frozenset()  #: Effective user ids of the processes before the first step is seen.
     in_steps: bool = False  #: Whether printed rates are steps/s; otherwise samples/s.
     refused: str = ""  #: First text that matches the pattern of rates, but is not a rate.
     ranks: tuple[str, ...] = ()  #: Labels of ranks in lines with rates.

@@ -204,8 +204,8 @@ def with_split_steps(process: Process) -> Process:
 def without_validations(process: Process) -> Process:
     """Return a process without the steps of validations over `timed(loader)`.
 
-    A loop without steps of PyTorch's optimisers validates if its batches have no gradients, or if loops over another
-    loader contain such steps. If all loops would be validations, all steps count.
+    A loop without steps of PyTorch's optimisers validates if its batches have no gradients, or if only loops over other
+    loaders contain such steps. If all loops would be validations, all steps count.
     """
     if not process.in_loops:
         return process
