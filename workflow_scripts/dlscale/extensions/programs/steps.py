@@ -532,11 +532,11 @@ def _is_ahead(process: Process, training: set[str]) -> bool:
 
 
 def _after_warm_up(process: Process, training: set[str], away: Sequence[Span], ahead: bool, sized: bool) -> list[_Step]:
-    """Return the steps, with a known begin, of a process after the warm-up and outside the spans `away`.
+    """Return a process's steps after the warm-up and outside the spans `away`.
 
-    If batches are `sized`, a step with a batch of unknown size is not `alone`. If batches are fetched `ahead`, the
-    waiting time of all steps is 0. If the samples per step differ and two epochs begin, only complete epochs are
-    returned.
+    Steps whose begin is unknown are left out. If batches are `sized`, a step with a batch of unknown size is not
+    `alone`. If batches are fetched `ahead`, the waiting time of all steps is 0. If the samples per step differ and two
+    epochs begin, only complete epochs are returned.
     """
     times, ends = [batch[0] for batch in process.batches], [end for _, end in away]
     found, iterators, evaluated = list[_Step | None](), set[str](), evaluations(process)
