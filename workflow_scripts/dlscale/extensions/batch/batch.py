@@ -41,7 +41,7 @@ class TensorInfo(Record):
     shape: list[int]
     dtype: str
     minimum: Number  #: Least finite value; NaN if all values are NaN or infinite.
-    maximum: Number  #: Greatest finite value.
+    maximum: Number  #: Greatest finite value; NaN if all values are NaN or infinite.
     nan: int
     infinite: int
 
@@ -57,7 +57,7 @@ class BatchInfo(Record):
 
 
 def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
-    """Print the batch of the step `args.step`; if given, write its tensors to `args.out`."""
+    """Print the batch of the step `args.step`; write its tensors to `args.out`, if set."""
     path = run_folder(args.run, configuration)
     run: Run = load_run(path / "config.yaml", "train")
     above = path.resolve().parents

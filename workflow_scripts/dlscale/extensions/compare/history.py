@@ -31,11 +31,14 @@ if TYPE_CHECKING:
 
 
 def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
-    """Print the history of `args.results`; if given, draw the file `args.out`; return the exit status 0."""
+    """Print the history of `args.results`; draw the file `args.out`, if set; return the exit status 0."""
     results = results_of(configuration)
     found = history(args.results or [str(results)], configuration, _day(args.since))
     if found.empty:
-        raise UserError(f"history: no measurements{f' since {args.since}' * bool(args.since)}. Measure a plan first")
+        older = ", or choose an earlier day" if args.since else ""
+        raise UserError(
+            f"history: no measurements{f' since {args.since}' * bool(args.since)}. Measure a plan first{older}"
+        )
     if args.out:
         draw(found, Path(args.out))
     if args.json:
@@ -132,7 +135,8 @@ def _around(interval: float | None) -> str:
 def draw(found: pd.DataFrame, path: Path) -> None:
     """Draw each run's speed over time into a PNG file.
 
-    A speed is relative to the first measurement of the run on the same device.
+    A speed is relative to the first measurement in `found` of the same run, device and unit. Measurements without a
+    known time are left out.
     """
     import matplotlib
     from matplotlib.dates import date2num

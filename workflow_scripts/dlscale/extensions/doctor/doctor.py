@@ -140,7 +140,7 @@ def probe_image(site: Site) -> Finding:
 def probe_python(
     python: list[str], runs: list[Run], profilers: Collection[str] = (), on_gpus: bool = False
 ) -> list[Finding]:
-    """Check the versions of the interpreter that the command `python` starts."""
+    """Check the versions of the interpreter that the command `python` starts, and of the interpreter's packages."""
     try:
         # With -P, Python imports nothing from the working folder, as in stages. Importing torch from a cold disk is
         # slow, hence the long timeout.
@@ -423,7 +423,7 @@ def check(
 ) -> list[Finding]:
     """Check that this site can run `stages_wanted` of plans (default: the targets) and of datasets.
 
-    A check of the site that raises or hangs becomes a warning.
+    A check of the site that raises or hangs becomes a warning; a check whose command is not installed is skipped.
     """
     results = Path(configuration.workflow.results) if configuration else Path()
     space: Probe = ("space", functools.partial(probe_space, results))

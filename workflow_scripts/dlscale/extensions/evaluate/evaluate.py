@@ -45,7 +45,7 @@ class Evaluation(Record):
 
 
 def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
-    """Print the scores of the runs `args.runs` (PLAN.RUN or folders); if given, also write the file `args.out`."""
+    """Print the scores of the runs `args.runs` (PLAN.RUN or folders); also write the file `args.out`, if set."""
     found = [
         evaluate(run_folder(name, configuration), args.weights, args.split, args.device, args.threads, args.manifest)
         for name in args.runs
@@ -67,14 +67,15 @@ def evaluate(
 ) -> Evaluation:
     """Compute the scores of the run in the folder `path` on a single device.
 
-    For the split `valid` the scores equal the scores that the training computed after the epoch of the weights.
+    For the split `valid` the scores are those that the training computed after the epoch of the weights, except for
+    differences by the device and the precision.
 
     Parameters
     ----------
     weights
         `last`, `best`, or a file of weights.
     split
-        `valid` or `test`. The number of test samples is the run's number of validation samples.
+        `valid` or `test`. The run's setting `samples.valid` also limits the number of test samples.
     threads
         CPU threads (default: the threads of the training, if recorded).
     manifest

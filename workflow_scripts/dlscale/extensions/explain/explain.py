@@ -41,7 +41,7 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
 
 
 def lines(name: str, found: Verdict, hang: str = "") -> list[str]:
-    """Format a verdict as lines of text; `hang` is the reason why the run was ended, if it hung."""
+    """Format a verdict as lines of text; `hang` is the hang or lost process that ended the run, or an empty text."""
     said = ""
     if found.bound:
         said = ": its limit is not known" if found.bound.what == UNKNOWN else f": bound by {found.bound.what}"

@@ -89,7 +89,7 @@ def collect(steps: Path, program: int, statuses: Mapping[int, dict[str, Any]], e
 
 
 def family_of(program: int) -> set[int]:
-    """Return the process ids of a process and its descendants."""
+    """Return the process ids of a process and its descendants; empty if the process has ended."""
     with contextlib.suppress(psutil.Error):
         return {program, *(each.pid for each in psutil.Process(program).children(recursive=True))}
     return set()

@@ -1,8 +1,9 @@
 """Report the line, the unfinished collective operations and the stacks of a Python process without progress.
 
-dlscale's own processes import this file. In programs of `dlscale measure --hang-after`, dlscale's hook loads the file
-by its path, so the file is for Python 3.8 and later, and has no dependencies. In each process that imports PyTorch or
-records a step, a thread (`Reporter`) writes the time since the last step or batch, and a report on request.
+dlscale's own processes import this file. In external programs whose hangs are watched (`--hang-after`, or the watchdog
+in plans), dlscale's hook loads the file by its path, so the file is for Python 3.8 and later, and has no dependencies.
+In each process of these programs that imports PyTorch or records a step, a thread (`Reporter`) writes the time since
+the last step or batch, and a report on request.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-#: Environment variable: seconds without a step or batch after which `dlscale measure` ends the program.
+#: Environment variable: seconds without a step or batch after which dlscale ends the program.
 AFTER = "DLSCALE_HANG_AFTER"
 
 #: Names of files in the folder of steps. `.HOST.PID` follows all names except ASK, the request for reports.
@@ -33,7 +34,7 @@ STATUS, REPORT, STACKS, ASK = "hang.status", "hang.report", "hang.stacks", "hang
 #: File with the state of PyTorch's allocator, as in `dlscale.extensions.health.noted`.
 SNAPSHOT = "memory_snapshot.pickle"
 
-#: Seconds between two checks for new steps; time between two writes of the status, as a fraction of AFTER.
+#: Seconds between two checks for new steps; time between two writes of the status, as a fraction of the time in AFTER.
 TICK, WRITES = 1.0, 0.1
 
 #: Longest wait for the stacks of a child, such as a loader process, seconds.
@@ -292,9 +293,9 @@ _reporter: Any = None
 
 
 def start(log: Any) -> dict[str, Callable[[Any], None]]:
-    """Prepare the reporter of this process, which starts after the import of PyTorch.
+    """Prepare this process's reporter; `begin` starts the reporter.
 
-    Return the functions that dlscale's hook calls after the imports of modules.
+    Return the functions that dlscale's hook calls after the imports of modules: `begin` for PyTorch.
     """
     global _reporter
     _reporter = Reporter(log)

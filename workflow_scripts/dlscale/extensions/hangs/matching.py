@@ -18,7 +18,7 @@ from dlscale.extensions.hangs.inside import operation
 
 
 def mismatches(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the first operation of each process group in which the ranks of the group differ.
+    """Return, for each process group, the first operation that differs between the group's ranks.
 
     `called` is the operation, `missing` lists the ranks that did not begin the operation, and `others` maps ranks to
     the operations that they began instead.

@@ -30,7 +30,7 @@ HUNG = 124
 #: Limits of `--hang-after`, seconds.
 MIN_SECONDS, MAX_SECONDS = 3.0, 1e6
 
-#: Limit before the first step, as a multiple of `--hang-after`.
+#: Limit before the first step, as a multiple of the limit between steps.
 BEFORE_FIRST_STEP = 10
 
 #: Longest waits, seconds: for PyTorch's analysis; for the end of processes after SIGTERM.
@@ -96,7 +96,10 @@ class HangSupervisor:
                     self._asked.clear()
                     self._find(program, idle, idle >= limit)
         except Exception as error:  # the program continues
-            self._say(f"dlscale measure: --hang-after no longer watches the program: {type(error).__name__}: {error}")
+            self._say(
+                "dlscale measure: hangs of the program are no longer watched (--hang-after; in a plan: site.watchdog): "
+                f"{type(error).__name__}: {error}"
+            )
 
     def _look(self) -> None:
         """Read the statuses of all processes that record steps."""
@@ -124,7 +127,7 @@ class HangSupervisor:
         self._unseen += TICK if blind else 0.0
         if self._unseen == UNSEEN:
             self._say(
-                "dlscale measure: --hang-after cannot watch this program: its processes record steps, but write no "
+                "dlscale measure: hangs of this program cannot be watched: its processes record steps, but write no "
                 "status. Replace old copies of timed.py, or free disk space"
             )
         return blind

@@ -181,7 +181,10 @@ class ProgramCopy:
 
 
 def time_turns(copy: KeptProgram, steps: Path) -> Headroom:
-    """Time turns of the copy until the interval of the speed-up is narrow, or the maximum time has passed."""
+    """Time turns of the copy until the interval of the speed-up is narrow, SECONDS have passed, or the copy ends.
+
+    Raise `NoHeadroom` for fewer than FEWEST_PAIRS pairs of turns.
+    """
     schedule = steps / "schedule"
     first, plain = measure_pace(copy, steps)
     # The speed with replayed batches is unknown, so the first two turns have the same number of batches.

@@ -19,7 +19,7 @@ class Headroom(Record):
     batches: int  #: Minimum number of kept batches, over all processes and turns.
     bytes: int  #: Maximum size of the kept batches of a process.
     processes: int
-    seconds: Measured  #: Duration of all turns, s.
+    seconds: Measured  #: Duration of the timing, s.
     copied: bool = False  #: Whether each replayed batch was copied, because the program changes its batches.
     others: bool = False  #: Whether the program also used loaders that were not replayed.
 

@@ -1,9 +1,10 @@
-"""Replay the batches of a program's training loader: the hook loads this file for `dlscale measure --replay`.
+"""Replay the batches of a program's training loader, for `dlscale measure --replay` and the stage `headroom`.
 
-The first batches are kept. Then turns alternate: in a plain turn the loader loads as always; in a replayed turn a kept
-batch is returned at once. `dlscale` writes the schedule of the turns into the file `schedule` of the folder of steps,
-because all processes must change turns at the same batch. Each process writes its turns into `turns.HOST.PID`. The
-training's losses are meaningless, and its loader never ends. For Python 3.8 and later.
+dlscale's hook loads this file. The first batches are kept. Then turns alternate: in a plain turn the loader loads as
+always; in a replayed turn a kept batch is returned at once. `dlscale` writes the schedule of the turns into the file
+`schedule` of the folder of steps, because all processes must change turns at the same batch. Each process writes its
+turns into `turns.HOST.PID`. The training's losses are meaningless. The training's loader begins again after its last
+batch, unless the loader is a generator. For Python 3.8 and later.
 """
 
 from __future__ import annotations

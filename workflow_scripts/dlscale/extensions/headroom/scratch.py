@@ -74,7 +74,7 @@ def _own_namespace() -> None:
 def outermost(folders: Sequence[str]) -> list[str]:
     """Return the folders to copy.
 
-    Missing folders, `/`, folders in `DEVICES`, and subfolders on the same file system as their parent are left out.
+    Missing folders, `/`, folders in `DEVICES`, and folders below a folder to copy on the same file system are left out.
     """
     found = list[Path]()
     for folder in sorted({Path(each).resolve() for each in folders if os.path.isdir(each)}):  # noqa: PTH112

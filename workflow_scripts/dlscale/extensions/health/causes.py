@@ -237,8 +237,8 @@ def growth(memory: Memory) -> Growth | None:
     """Return the steady growth of a process's memory over its steps; None without such growth.
 
     The medians of six blocks of equally many steps must rise, each by at least a quarter of the mean rise, and hardly
-    slow down (`MIN_LASTING`). Random noise passes this test in less than 1 of 720 runs, and medians ignore single large
-    points.
+    slow down (`MIN_LASTING`). Growth below `MIN_BYTES` or `MIN_GROWTH` does not count. Random noise passes this test in
+    less than 1 of 720 runs, and medians ignore single large points.
     """
     training = [place for place, phase in enumerate(memory.phases) if phase == TRAINING]
     first, last = (memory.steps[place] for place in (training[0], training[-1])) if training else (0, 0)

@@ -207,7 +207,10 @@ def write_at_exhaustion(log: Any) -> None:
 
 
 def start(log: Any) -> dict[str, Any]:
-    """Write notes with the steps, and the GPU allocator's state if its memory runs out; dlscale's hook calls this."""
+    """Prepare this process to write notes with the steps, and the allocator's state if a GPU runs out of memory.
+
+    dlscale's hook calls this function.
+    """
     write_at_exhaustion(log)
     log.on_write.append(Notes(log).look)
     return {}

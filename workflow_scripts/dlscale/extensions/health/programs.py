@@ -168,8 +168,8 @@ def _memory(
 
     The phase of a point is the phase since the previous point. The peak of a phase is known if the peak so far rose in
     the phase (or fell, because the program reset it). Until the peak so far rises in a phase other than `start` and
-    `training`, it is also an upper bound of the training's memory. Points of the phase `start` after `MIN_STEPS` steps
-    count as training here, because a short training may have no other point.
+    `training`, it is also an upper bound of the training's memory. For the training's peak, points of the phase `start`
+    after `MIN_STEPS` steps also count, because a short training may have no other point.
     """
     named, counts, peaks, high, bounds = list[str](), [phases.count(time) for time in times], dict[str, Peak](), 0, True
     for place, (time, (_, peak, *_)) in enumerate(zip(times, points, strict=True)):

@@ -51,7 +51,7 @@ _current: HealthRecorder | None = None
 def watch_training(trainer: Trainer, folder: Path | None) -> Iterator[tuple[list[Hook], Callable[[Then], Then]]]:
     """Yield hooks for the training's steps, and a wrapper of a function that the trainer calls after a validation.
 
-    At the end, write `health.json` into the run's `folder`, unless `folder` is None.
+    At the end, the first rank writes `health.json` into the run's `folder`, unless `folder` is None.
     """
     global _current
     watch = _current = HealthRecorder(trainer.world, folder, len(trainer.train_loader), trainer.last_step)
@@ -80,7 +80,7 @@ def watch_training(trainer: Trainer, folder: Path | None) -> Iterator[tuple[list
 
 
 class HealthRecorder:
-    """Recorder of this process's memory and compilations; reading takes at most MAX_FRACTION of the time."""
+    """Recorder of this process's memory and compilations; reading takes about MAX_FRACTION of the time or less."""
 
     def __init__(self, world: World, folder: Path | None, epoch: int, last: int) -> None:
         self._world, self._folder, self._epoch, self._last = world, folder, epoch, last
@@ -99,7 +99,8 @@ class HealthRecorder:
     def __call__(self, phase: str, step: int) -> None:
         """Record the memory and the new compilations of a phase that has ended after `step` steps.
 
-        Before the first step of an epoch, the phase `between` is the time since the last validation or since the start.
+        Before the first step of an epoch, the phase `between` is the time since the last validation. Until the first
+        step has ended, the phase `start` replaces all phases except validations.
         """
         now = time.perf_counter()
         started = self._first is not None or phase == VALIDATION
@@ -151,7 +152,7 @@ class HealthRecorder:
         Health(processes=[process]).write(self._folder / FILE)
 
     def write_snapshot(self) -> str:
-        """Write the state of PyTorch's allocator; return the file's name, or an empty text without a GPU."""
+        """Write the state of PyTorch's allocator; return the file's path, or an empty text if no file was written."""
         if self._folder is None or self._world.device.type != "cuda":
             return ""
         file = self._folder / f"{f'rank{self._world.rank}_' * (not self._world.main)}{noted.SNAPSHOT}"

@@ -37,7 +37,7 @@ MAX_LOADERS, MAX_ARRAYS, MAX_REGIONS, MAX_NAMES, MAX_TIMES, MAX_SEEDS, MAX_FILES
 #: Maximum number of files in the folder of steps, since each epoch may start workers. Further processes do not write.
 MAX_PROCESSES = 1000
 
-#: Measured reads and batches: the first ALWAYS, then every EVERY-th.
+#: Requests to HDF5 and batches whose bytes are measured: the first ALWAYS, then every EVERY-th.
 ALWAYS, EVERY = 200, 16
 
 #: Attributes of a dataset that transform its samples (torchvision), and attributes with the datasets that it wraps.

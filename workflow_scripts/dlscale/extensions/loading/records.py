@@ -68,7 +68,7 @@ class Array(Record):
     cache: Count = 0  #: Bytes of HDF5's chunk cache.
     stored: Measured = 1.0  #: Stored bytes per byte of the values.
     regions: dict[str, Count] = {}  #: Number of requests by shape of the requested region.
-    opens: Count = 0  #: Number of times that a dataset was opened and read.
+    opens: Count = 0  #: Number of times that an HDF5 dataset was opened and read; number of requests for Zarr.
     requests: Count = 0
     seconds: Measured = 0.0
     requested: Count = 0  #: Bytes of the requests of a known region.
@@ -125,8 +125,8 @@ class Loading(Record):
     """`loading.json`: loaders of a program, and the arrays that they read."""
 
     device: str = ""  #: Type of the device with the model's weights; empty if unknown.
-    cores: int = 1  #: Minimum number of cores that a training process may use.
-    processes: int = 0  #: Maximum number of training processes with a loader on a node.
+    cores: int = 1  #: Number of CPUs that a training process may use; minimum over the processes.
+    processes: int = 0  #: Number of training processes with a loader on a node; maximum over the nodes.
     loaders: list[Loader] = []
     arrays: list[Array] = []
     stopped: str = ""  #: Reason why the watch of a process stopped.

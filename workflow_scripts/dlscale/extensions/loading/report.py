@@ -123,7 +123,7 @@ def _sum(fetches: Sequence[Fetch]) -> Fetch:
 
 
 def _same_loaders(loaders: Sequence[Loader]) -> list[Loader]:
-    """Sum up the loaders of several processes that have the same settings."""
+    """Sum up the loaders of all processes that have the same settings and were made in the same line."""
     same = defaultdict[tuple[object, ...], list[Loader]](list)
     for each in loaders:
         settings = (each.dataset, each.length, each.workers, each.batch_size, each.pin_memory, each.persistent)
@@ -176,7 +176,10 @@ def step_of(loader: Loader) -> float:
 
 
 def fetch_of(loader: Loader) -> float | None:
-    """Return the mean time to fetch a batch in one process, seconds; None if unknown."""
+    """Return the mean time to fetch a batch in one process, seconds; None if unknown.
+
+    The first batch counts only if no other batch was fetched.
+    """
     fetch = loader.fetch
     return fetch.seconds / fetch.batches if fetch.batches else fetch.first or None
 
@@ -255,8 +258,8 @@ def _waits(loader: Loader, loading: Loading) -> Advice | None:
         return None
     arrives = wait + step if workers else fetch  # seconds per batch
     needed = max(math.ceil(max(workers, 1) * arrives / max(step, 1e-9)), workers + 1)
-    # Each process and each worker needs a core. `cores` counts the cores that one process may use; all ranks usually
-    # use the same cores.
+    # Each process and each worker needs a CPU. `cores` counts the CPUs that one process may use; all ranks usually use
+    # the same CPUs.
     fits = max(loading.processes, 1) * (needed + 1) <= loading.cores
     parts = parts_of(loader)
     largest = max(parts, key=lambda name: parts[name], default="")

@@ -169,8 +169,8 @@ def _joined(tries: Sequence[_Try], dropped: Counter[str]) -> tuple[dict[int, tup
 def _drop_with(tag: str, tries: Mapping[str, Sequence[_Try]], dropped: Mapping[str, Counter[str]]) -> None:
     """Drop the points of other curves that the tries of the curve `tag` replace.
 
-    The program that wrote this curve into a file also wrote the file's other curves. The next try's file may lack their
-    points, for example if no validation has ended yet.
+    The program that wrote the curve `tag` into a file also wrote the file's other curves. The next try's file may lack
+    points of the other curves, for example if no validation has ended yet.
     """
     joined, files = _Try(0.0, 0), set[int]()
     for each in (one for one in tries[tag] if one.points):

@@ -42,7 +42,8 @@ COMMANDS = {
             ),
             option(
                 "--hang-after",
-                "end the program after this time without a step or batch, and report where its processes hang",
+                "end the program after this time without a step or batch (before the first step: ten times this time), "
+                "and report where its processes hang",
                 False,
                 type=float,
                 metavar="SECONDS",

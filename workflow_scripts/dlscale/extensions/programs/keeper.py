@@ -201,5 +201,5 @@ def temporary_folder(name: str, parent: str | os.PathLike[str] | None = None) ->
 
 
 def adopt_orphans(adopt: bool = True) -> None:
-    """Let Linux make this process the parent of orphaned descendants; if `adopt` is false, stop this."""
+    """Make this process the parent of orphaned descendants; if `adopt` is false, end this adoption."""
     ctypes.CDLL(None).prctl(36, int(adopt), 0, 0, 0)  # PR_SET_CHILD_SUBREAPER

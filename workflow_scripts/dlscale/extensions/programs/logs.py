@@ -107,13 +107,15 @@ def logged(path: Path, start: Start, end: float | None = None, own: Iterable[str
     """Return the logged points of each training between the start and `end` (default: now).
 
     A new training begins when the step number falls to or below the first step of the current training. In event files
-    only the tag with the most points in a folder counts, and tags of validations only if there are no other tags. In a
-    file of JSON lines only lines with one of STEP_KEYS and `time` count. `own` is described at `values`.
+    only the tag with the most points in a folder counts; tags of epochs and of validations count only if there are no
+    other tags. In a file of JSON lines only lines with one of STEP_KEYS and `time` count. `own` is described at
+    `values`.
 
     Raises
     ------
     UserError
-        The log cannot be read, its times are not within this run, or the times do not increase with the steps.
+        The log cannot be read, it counts epochs, its times are not within this run, or the times do not increase with
+        the steps.
     """
     of = defaultdict[str, list[Row]](list)
     for row in _rows(path, start, own=own):
@@ -147,11 +149,11 @@ def logged(path: Path, start: Start, end: float | None = None, own: Iterable[str
 def values(
     path: Path, tags: Mapping[str, str], start: Start, own: Iterable[str] = (), end: float | None = None
 ) -> Curves:
-    """Return time, step and value of each logged point since the start, by dlscale's names.
+    """Return time, step and value of each logged point between the start and `end` (default: now), by dlscale's names.
 
     `tags` maps the log's tags, or FOLDER/TAG in a folder of event files, to dlscale's names. A folder may also have
     event files of other tries: if files of the `own` processes (HOST.PID) exist, only these files are read. If the
-    times cannot be read, the number of the point replaces its time.
+    times cannot be read or jump back, the number of each point replaces the point's time.
     """
     found = defaultdict[str, list[tuple[float, int, float]]](list)
     rows = _rows(path, start, tags, own)
@@ -173,7 +175,10 @@ def values(
 
 
 def counted_on(path: Path, curves: Curves, start: Start, end: float) -> Curves:
-    """Return curves with increasing steps, even if a log of JSON lines begins to count again, as in each epoch."""
+    """Return curves with increasing steps, even if a log of JSON lines begins to count again, as in each epoch.
+
+    Curves from event files, and from logs without readable times or with several counters, are returned unchanged.
+    """
     if path.is_dir() or ".tfevents." in path.name:
         return curves
     try:
@@ -398,7 +403,8 @@ def _dated(path: Path, rows: Sequence[Row], begin: float, end: float | None) -> 
 
     The log's clock is not known: the clock that puts the most rows into the run is chosen. The clock that counts since
     the machine's boot is chosen only if it puts all rows into the run, because times since the program's start can
-    look the same. If no clock fits, the times are read as times since the program's start.
+    look the same. If no clock fits, the times are read as times since the program's start. The result is empty if all
+    rows are older than the run.
     """
     end, begin = time.time() if end is None else end, max(begin, OLDEST)
     best, earlier = list[tuple[float, Row]](), False

@@ -63,7 +63,8 @@ OUTSIDE = re.compile(
     r"|(?<![\w.,:/])(?<!step )(?<!iter )(?<!epoch )(?<!batch )[1-9]\d{0,2} $",
     re.IGNORECASE,
 )
-#: Maximum relative difference between a group's number and the line's complete number; other groups are refused.
+#: Maximum relative difference between a group's number and the line's complete number; if the difference is larger, the
+#: group's number is refused.
 MAX_CUT = 0.05
 
 #: Names of units of time, by the unit's length in seconds.
@@ -112,7 +113,7 @@ GAP = (
 UNNAMED = re.sub(r"\?P<\w+>", "?:", UNIT)
 AFTER = re.compile(rf"{GAP}(?:[a-z]{{2,}}[\s_-](?!{UNNAMED}\s+[-+.]?\d))?{UNIT}(?!\s*[:=])", re.IGNORECASE)
 DURATION = re.compile(rf"{GAP}{TIME}(?!\s*[:=])(?!(?<=min)\s+[-+.\d])", re.IGNORECASE)
-#: Letters directly after a number that count steps or samples.
+#: Noun for steps or samples, directly after a number.
 COUNTED = re.compile(rf"(?:{SAMPLE}|{STEP})(?![a-z])", re.IGNORECASE)
 #: Text between a number and its unit that may be a factor, such as `m`, which is million or milli.
 FACTOR = re.compile(
@@ -241,8 +242,8 @@ def value_of(match: re.Match[str]) -> float | None:
 def label_of(match: re.Match[str]) -> str:
     """Return the label of a pattern's group.
 
-    The label is the longer of two texts that end at the group: one begins after the line's last number or separator,
-    the other after the last number in the match.
+    The label is the longer of two texts that end at the group: one text begins after the line's last number or
+    separator, the other text begins after the last number in the match.
     """
     before, own = match.string[: match.start(1)][-MAX_LABEL:], match.string[match.start() : match.start(1)][-MAX_LABEL:]
     return max(re.split(r"[,;|\0]", AMOUNT.sub("\0", before))[-1], AMOUNT.sub("\0", own).split("\0")[-1], key=len)
@@ -331,7 +332,8 @@ class Finder:
         #: First text that matches a pattern but has no number or rate, and number of such texts, by the pattern's name.
         self.refused = dict[str, list[Any]]()
         self._labels = Counter[str]()
-        self.bars = defaultdict[str, defaultdict[str, list[float]]](lambda: defaultdict(list))  #: Rates by kind, words.
+        #: Rates, by kind (`PER_STEP` or "") and by the words before the rate.
+        self.bars = defaultdict[str, defaultdict[str, list[float]]](lambda: defaultdict(list))
         self.texts = dict[str, str]()  #: First number of each form: `ambiguous` and `clear` use of `.` and `,`.
         self.slow = Counter[str]()  #: Number of lines on which a pattern took too long, by the pattern's name.
         self.missed = 0  #: Number of lines that were not searched.

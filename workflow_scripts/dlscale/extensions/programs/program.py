@@ -60,8 +60,8 @@ def main(args: argparse.Namespace) -> None:
     resumed = resumes(run.program, keep) and known.exists() and read_text(known) == args.sources
     if keep.exists() and not resumed:
         logging.info(
-            "the program cannot resume from %s: files are missing, or sources have changed. Removed this folder; "
-            "starting afresh",
+            "the program cannot resume from %s: program.resume is not set, files are missing, or sources have changed. "
+            "Removed this folder; starting afresh",
             keep,
         )
         keep.unlink() if keep.is_symlink() else shutil.rmtree(keep)
@@ -165,9 +165,10 @@ class Earlier:
 
 
 def of_ranks(losses: Mapping[str, list[Printed]], processes: int, begin: float) -> Mapping[str, list[Printed]]:
-    """Return printed values; if each process printed its validations, the means over the processes, with a warning.
+    """Return printed values; if each process printed its validations, return the means over the processes, and warn.
 
-    This is assumed if groups of `processes` values each last less than a quarter of the time since the group before.
+    Each process is assumed to print its validations if groups of `processes` values last less than a quarter of the
+    time since the previous group. Training losses are returned unchanged.
     """
     found = dict(losses)
     for name in losses if processes > 1 else ():
@@ -194,8 +195,8 @@ def earlier(folder: Path, keep: Path, program: Any) -> Earlier:
     """Return the losses that earlier tries printed, and save the losses for later tries.
 
     Call this function before the last try's steps are removed. Points count up to the last checkpoint. The checkpoint's
-    time is the time of the newest file that `program.resume` names; without such a file, of the newest file in `keep`.
-    If a validation ended at about this time, the validation's time counts.
+    time is the time of the newest file that `program.resume` names; without such a file, the time of the newest file in
+    `keep`. If a validation ended at about this time, the validation's time counts.
     """
     file, steps = folder / CURVES, folder / "steps"
     known = Earlier()
@@ -364,8 +365,9 @@ def _by_step(curve: list[Point], points: list[Point]) -> dict[int, float]:
 def _trained(curve: list[Point], points: list[Point], rows: bool) -> list[list[float]]:
     """Return the training losses that belong to each validation.
 
-    These were logged since the validation before. Lightning, for example, logs the mean of an epoch after the epoch's
-    validation, but with the same step. With as many losses as validations, the n-th loss belongs to the n-th one.
+    With as many losses as validations, the n-th loss belongs to the n-th validation. Otherwise the losses since the
+    previous validation belong to a validation, by step if possible: Lightning, for example, logs the mean of an epoch
+    after the epoch's validation, but with the same step.
     """
     if len(curve) == len(points):
         return [[value] for _, _, value in curve]

@@ -54,7 +54,7 @@ def fetch(repository: str, revision: str, folder: Path, where: str) -> None:
 
 
 def fresh(folder: str, revision: str, fetched: bool, checkout: Path) -> str:
-    """Check out a commit of the repository that contains `folder` into the folder `checkout`; return the new `folder`.
+    """Check out a commit of the repository that contains `folder` into `checkout`; return the path of `folder` there.
 
     `fetched`: whether the workflow's stage `checkout` cloned the repository (`program.repository`). Only such a
     repository can be copied on a machine without git.
@@ -122,7 +122,8 @@ def _check_complete(folder: Path, where: str, revision: str) -> None:
         if names:
             raise UserError(
                 f"{where}: commit {revision} has {what}, which are not fetched: {cut(', '.join(names), 300)}. Name a "
-                f"commit without {what}, or omit program.revision and prepare program.folder yourself"
+                f"commit without {what}, or omit program.revision and program.repository, and prepare program.folder "
+                "yourself"
             )
 
 

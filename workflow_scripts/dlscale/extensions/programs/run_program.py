@@ -115,7 +115,10 @@ class RunProgram:
         return ended
 
     def _hang_supervisor(self) -> HangSupervisor | None:
-        """Return a supervisor with the site's limits; None without limits, or if the program has its own image."""
+        """Return a supervisor with the limits of `site.watchdog`.
+
+        Return None if the limits are default limits or switched off, or if the program has its own image.
+        """
         remove(self.steps.with_name(FINDING.parts[0]))
         if not os.environ.get(WATCHDOG) or self.run.program.image or not (limits := Limits.from_environment()):
             return None

@@ -90,18 +90,18 @@ class Outcome:
     begin: float  #: Seconds since 1970-01-01 UTC.
     seconds: float
     stalled: float | None  #: Fraction of the run during which any process of this machine waited for memory.
-    queued: float | None  #: Fraction of the run during which any process of this machine waited for a core.
+    queued: float | None  #: Fraction of the run during which any process of this machine waited for a CPU.
     printed: list[tuple[float, float]]  #: Printed rates: time (seconds since 1970-01-01 UTC) and value.
     losses: dict[str, list[tuple[float, float]]]  #: Other printed numbers, by the name of their pattern: time, value.
     stopped: bool = False  #: Whether dlscale ended the program because it had made enough steps.
     signals: tuple[int, ...] = ()  #: Signals that were forwarded to the program.
-    frameworks: frozenset[str] = frozenset()  #: Libraries that the program loaded, keys of FRAMEWORKS.
-    users: frozenset[int] = frozenset()  #: User ids of the program's processes.
+    frameworks: frozenset[str] = frozenset()  #: Libraries loaded before the first step is seen, keys of FRAMEWORKS.
+    users: frozenset[int] = frozenset()  #: Effective user ids of the processes before the first step is seen.
     in_steps: bool = False  #: Whether printed rates are steps/s; otherwise samples/s.
     refused: str = ""  #: First text that matches the pattern of rates, but is not a rate.
     ranks: tuple[str, ...] = ()  #: Labels of ranks in lines with rates.
     bars: Mapping[str, Sequence[float]] = field(default_factory=dict)  #: Printed rates, by the words before the rate.
-    ambiguous: str = ""  #: First printed rate, if the mark in all rates may separate thousands or decimals.
+    ambiguous: str = ""  #: First printed rate with a mark, if each mark may separate thousands or decimals.
 
 
 def watched(
@@ -332,7 +332,7 @@ def _report_unread(finder: Finder, looked: Mapping[str, re.Pattern[str]]) -> Non
     for name in finder.slow:
         say(
             f"dlscale measure: skipped lines on which the pattern {looked[name].pattern} took more than "
-            f"{MAX_SECONDS:.0f} s. Begin the pattern with a fixed text"
+            f"{MAX_SECONDS:.0f} s, and after several such lines all further lines. Begin the pattern with a fixed text"
         )
     if finder.missed:
         say(f"dlscale measure: skipped {many(finder.missed, 'line')} that the program printed too fast to be searched")
@@ -418,7 +418,7 @@ def _end_rest(before: set[psutil.Process], told: bool) -> None:
 def _copy(stream: IO[bytes], out: int, finder: Finder) -> None:
     """Copy a stream to `out` as the data arrive, and search the stream's lines for numbers.
 
-    A regular file gets complete lines only.
+    A regular file gets complete lines, except for a very long line and an unfinished last line.
     """
     rest, kept = b"", b""
     in_lines = stat.S_ISREG(os.fstat(out).st_mode)  # parts of lines of the two streams would mix in a shared log
@@ -445,7 +445,7 @@ def _write(out: int, data: bytes) -> None:
 
 
 def _waits() -> list[float | None]:
-    """Return for how many seconds since boot any process of this machine waited for memory, and for a core.
+    """Return for how many seconds since boot any process of this machine waited for memory, and for a CPU.
 
     The numbers are from Linux's pressure stall information; a missing number is None.
     """
@@ -587,8 +587,8 @@ def _measured(
 def _with_delivered(reading: Reading, processes: Sequence[seen.Process]) -> Reading:
     """Compare the stated samples per step with the delivered samples; warn if they differ by more than 10 %.
 
-    Delivered samples are compared only if their number is certain. If it is larger, it replaces a run's `batch_size`,
-    which might not count gradient accumulation. It never replaces the option `--batch-size`.
+    Delivered samples are compared only if their number is certain. A larger number of delivered samples replaces a
+    run's `batch_size`, which might not count gradient accumulation, but never the option `--batch-size`.
     """
     own = seen.pace(processes) if reading.batch_size and processes else None
     if not (reading.batch_size and own and own.samples and own.batch_size):
@@ -651,10 +651,10 @@ def _pace_by(
 def _check_ranks(printed: Sequence[tuple[float, float]], run: Outcome, own: seen.Pace | None, processes: int) -> None:
     """Refuse rates in samples/s that each process prints for itself; warn if they may be rates of one process.
 
-    `own` is the pace of the steps that were seen. If its samples per step are certain, it decides.
+    `own` is the pace of the steps that were seen. If the samples per step are certain, this pace decides.
     """
     count, total = max(processes, len(run.ranks)), sum(own.rank_rates) if own and own.samples else 0.0
-    # Rates may be nearer to the rate of all processes than to the rate of one process.
+    # Accept rates in steps/s, and rates that are nearer to the rate of all processes than to the rate of one process.
     if (
         run.in_steps
         or not printed
@@ -676,13 +676,14 @@ def _check_ranks(printed: Sequence[tuple[float, float]], run: Outcome, own: seen
 #: Minimum number of a bar's rates, and minimum fraction of all rates, for comparing the bar with other bars.
 MIN_BAR_RATES, MIN_BAR_FRACTION = 3, 0.1
 
-#: Maximum ratio of printed rates of several bars, and of printed rates and the steps that were seen.
+#: Maximum ratio of the rates of several bars, and of a printed or logged rate and the rate of the steps that were seen.
 MAX_RATIO = 1.3
 
 #: Ratio of a log's rate and the rate of seen steps up to which both agree, whatever their intervals.
 MAX_LOG_RATIO = 1.1
 
-#: Minimum fraction of the time in validations, and minimum difference of these rates, for which validations matter.
+#: Minimum fraction of the time in validations, and minimum relative difference of a log's rate and the rate of seen
+#: steps, for which validations matter.
 MIN_VALIDATING = 0.02
 
 
@@ -700,9 +701,10 @@ def _check_bars(run: Outcome, reading: Reading) -> None:
 
 
 def _check_steps(printed: Sequence[tuple[float, float]], run: Outcome, reading: Reading, own: seen.Pace | None) -> None:
-    """Refuse rates that disagree with the steps that were seen; if nothing was seen, warn of ambiguous marks.
+    """Refuse rates that disagree with the steps that were seen; if rates cannot be compared, warn of ambiguous marks.
 
-    `own` is the pace of the steps that were seen. Rates in samples/s are compared if the samples per step are certain.
+    `own` is the pace of the steps that were seen. Rates are compared with at least `MIN_TRAINING_STEPS` steps; rates in
+    samples/s only if the samples per step are certain.
     """
     if own and own.steps >= seen.MIN_TRAINING_STEPS and printed and (own.samples or run.in_steps):
         rate = interval(own.rates)[0] / ((own.batch_size if run.in_steps and own.samples else None) or 1)
@@ -723,8 +725,8 @@ def _check_log(
     """Refuse a log's rate that disagrees with the steps that were seen.
 
     Reasons are validations between two logged steps, and step numbers that count micro-batches. With several optimisers
-    the number of seen steps may be wrong, so it decides only if the samples per step are certain. The samples that the
-    loaders delivered also count, because the stated samples may be those of a micro-batch.
+    the number of seen steps may be wrong, so the log is refused only if the samples per step are certain. The log may
+    agree with the samples that the loaders delivered instead, because the stated samples may be those of a micro-batch.
     """
     delivered, stated = (seen.pace(processes, size, apart) for size in (None, reading.batch_size or 1))
     certain = delivered is not None and delivered.samples
@@ -751,7 +753,8 @@ def _validating(pace: seen.Pace) -> float:
 def _is_same_rate(logged: Sequence[float], made: Sequence[float], validating: float) -> bool:
     """Return whether two rates differ by at most 10 %, or by at most 30 % within their 95 % intervals.
 
-    They also differ if the logged rate is at least 2 % lower, and nearer to the rate of steps and validations together.
+    The rates also differ if the logged rate is at least 2 % lower, and nearer to the rate of steps and validations
+    together.
     """
     (one, reach), (other, around) = interval(logged), interval(made)
     most = max(one, other) / min(one, other)
@@ -776,7 +779,7 @@ def _unseen(way: str, reading: Reading, folder: Path, run: Outcome, processes: S
             return f"the pattern {reading.rate} matched text that is not a rate: {no_rate(run.refused)}"
         return f"the program printed no rate that matches {reading.rate}"
     if way == "log":
-        return f"the log {reading.log} has fewer than three steps since the program started"
+        return f"the log {reading.log} has fewer than three steps, at different times, since the program started"
     if processes:
         count = max(len(process.steps) for process in processes)
         if count > seen.MIN_TRAINING_STEPS:
@@ -818,7 +821,7 @@ def _unseen(way: str, reading: Reading, folder: Path, run: Outcome, processes: S
 def usage_between(
     samples: Sequence[telemetry.Sample], begin: float, end: float, apart: Sequence[seen.Span]
 ) -> Usage | None:
-    """Return the use of cores and disks between two times, outside the spans `apart`."""
+    """Return the use of CPUs and disks between two times, outside the spans `apart`; None without samples."""
     inside = [
         each
         for each in samples
@@ -845,7 +848,7 @@ def usage_between(
 
 
 def device_of(nodes: Sequence[Sequence[telemetry.Sample]]) -> Device:
-    """Return the device that a program used: a GPU if any GPU was busy, or else the processor."""
+    """Return the device that a program used: a GPU if any GPU of the first node was busy, or else the processor."""
     used = any(gpu.utilization for sample in (nodes[0] if nodes else []) for gpu in sample.gpus)
     if used:
         first = bus_ids(1)  # not an index: NVML's indices also count GPUs that CUDA_VISIBLE_DEVICES hides

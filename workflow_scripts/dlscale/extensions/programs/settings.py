@@ -39,7 +39,7 @@ SHORT = {
 #: Placeholders whose values are only known when the program starts.
 LATER = ("out", "resume")
 
-#: Placeholders that contain the number of nodes, for commands that start processes on several nodes.
+#: Placeholders that depend on the number of nodes, for commands that start processes on several nodes.
 NODES = {"nodes", "geometry.nodes", "gpus"}
 
 #: Settings that need no placeholder in a program's command, because they describe the run or its measurement.
@@ -222,7 +222,7 @@ class Program(Lawful):
                 f"{', '.join('train' if row == 'program' else row for row in STAGES if STAGES[row].program)}; add one "
                 f"of these stages, or remove {name}"
             )
-        # Plans that are not targets are checked when they run.
+        # The trials of plans that are not targets are checked when the plans run.
         found = self.check(run) or ("tune" in stages and self.untuned(run))
         if found := found or (plan_name in workflow.targets and self.check_trials(run)):
             return f"{run_key}.{found}"
@@ -299,7 +299,7 @@ class Program(Lawful):
         )
 
     def missing_script(self, contained: bool = False) -> str | None:
-        """Return the path of the command's script if the file is missing; None if it exists or cannot be checked yet.
+        """Return the path of the command's script if the file is missing; None if it exists or cannot be checked.
 
         `contained`: whether the program runs in a container, whose files are not visible to this process.
         """
@@ -338,7 +338,7 @@ class Program(Lawful):
         """Return the candidates of the stage `tune` for a run's program; the current settings are the first candidate.
 
         A candidate is a pair: the changed settings by dotted key, and the run with a filled program. Only settings
-        with a placeholder in the program are varied. `cores` is the number of cores per process.
+        with a placeholder in the program are varied. `cores` is the number of CPUs per process.
         """
         tried, used = run.tune, set(self.placeholders())
         doubled = itertools.takewhile(lambda count: count <= cores, (2**power for power in itertools.count()))

@@ -31,20 +31,21 @@ WINDOWS = 10
 #: Number of steps after a profiler's window that do not count, since their batches were fetched during the window.
 SETTLING = 20
 
-#: The samples per step are certain if at least the fraction MIN_SIZED of the batches has a known size, and at most the
-#: fraction MAX_REUSED of the steps has no batch of its own.
+#: The samples per step are certain only if at least the fraction MIN_SIZED of the batches has a known size, and at most
+#: the fraction MAX_REUSED of the steps has no batch of its own (further conditions: `_samples`).
 MIN_SIZED, MAX_REUSED = 0.8, 0.02
 
 #: Spans in evaluation mode are validations if at most the fraction MAX_VALIDATED of the steps contains such a span.
-#: Otherwise they belong to the training, such as predictions that a loss needs. The same limit applies to the batches
-#: of a validation, if no loader of the training is known.
+#: Otherwise they belong to the training, such as predictions that a loss needs. If all loaders seem to validate, the
+#: same limit applies to the steps with their batches.
 MAX_VALIDATED = 0.5
 
 #: Minimum number of steps of the longest training; if it has fewer steps, the steps of all trainings count.
 MIN_TRAINING_STEPS = 12
 
-#: A step is a pause, such as for a checkpoint or a compilation, if its time without the wait for batches is longer than
-#: PAUSE times the median step, and longer than PAUSE_SECONDS.
+#: A step is a pause, such as for a checkpoint or a compilation, if its time without waits for batches and loader
+#: workers is longer than PAUSE times the median step, and longer than PAUSE_SECONDS. Logged steps are judged by PAUSE
+#: alone.
 PAUSE, PAUSE_SECONDS = 10.0, 1.0
 
 #: Minimum distance between pauses, steps. If long steps are more frequent, they belong to the training, such as waits
@@ -61,7 +62,8 @@ MAX_LOG_DIFFERENCE = 0.2
 #: Maximum relative difference between the mean rate of the windows and the rate over the total time.
 MAX_CLOCK_ERROR = 0.05
 
-#: Maximum of the same difference (see `MAX_CLOCK_ERROR`) if long and short steps alternate.
+#: Maximum relative difference between the mean rate of the windows and the rate of all detected steps, if long steps
+#: are frequent or the samples per step differ.
 MAX_PATTERN_ERROR = 0.01
 
 #: Minimum relative difference between the usual and the mean samples per step at which the steps count as different.
@@ -82,13 +84,13 @@ class Process:
     parent: int = 0  #: Id of the process that started this process; 0 if unknown.
     steps: list[float] = field(default_factory=list)  #: End of each step.
     computed: list[float] = field(default_factory=list)  #: CPU seconds of all threads until the end of each step.
-    #: Loops over `timed(loader)`, empty if unknown: begin, number, name of the loader.
+    #: Loops over `timed(loader)`, empty if unknown: begin, number, id of the loader.
     loops: list[tuple[float, str, str]] = field(default_factory=list)
     #: Number of the loop that made each step, and whether an optimiser made a step meanwhile; empty if unknown.
     in_loops: list[tuple[str, bool]] = field(default_factory=list)
     evaluated: list[Span] = field(default_factory=list)  #: Spans in which a model was in evaluation mode.
-    #: First steps of optimisers that followed a step of other optimisers: number of the step that they share, end and
-    #: CPU seconds of the others' part, the others, and the optimiser.
+    #: First step of each optimiser that stepped after other optimisers within one step: number of the common step, end
+    #: and CPU seconds of the other optimisers' part, the other optimisers, and the optimiser.
     joined: list[tuple[int, float, float, frozenset[str], str]] = field(default_factory=list)
     #: Spans in which iterators started; spans in which iterators ended, by iterator.
     started: dict[str, list[Span]] = field(default_factory=dict)
@@ -98,12 +100,12 @@ class Process:
     #: Batches: time of delivery, name of the loader's iterator, seconds waited, samples (0: unknown; negative: length
     #: of a short batch, see `with_short`).
     batches: list[tuple[float, str, float, int]] = field(default_factory=list)
-    copies: dict[str, int] = field(default_factory=dict)  #: Processes that get an iterator's batches, if several.
+    copies: dict[str, int] = field(default_factory=dict)  #: Number of processes with the same batches, by iterator.
     #: Threads in which steps ended; threads that fetched batches, by iterator.
     trainers: set[str] = field(default_factory=set)
     fetchers: dict[str, set[str]] = field(default_factory=dict)
     gaps: list[Span] = field(default_factory=list)  #: Spans in which no steps were noted.
-    others: list[Span] = field(default_factory=list)  #: Only in the first process: earlier and later trainings.
+    others: list[Span] = field(default_factory=list)  #: In the first process: trainings of earlier and later processes.
     #: Times at which an optimiser's first and last step ended, by optimiser.
     optimizers: dict[str, Span] = field(default_factory=dict)
     gradients: int = 0  #: Bytes of the gradients that the process's optimisers use; 0 if unknown.
@@ -121,7 +123,7 @@ class Pace:
     end: float  #: End of the last counted step, seconds since 1970-01-01 UTC.
     first_step: float  #: End of the first step, seconds since 1970-01-01 UTC.
     processes: int
-    steps: int  #: Number of counted steps of the first process.
+    steps: int  #: Number of counted steps of the first process; of printed rates if the rate is printed.
     samples: bool  #: Whether rates are samples/s; otherwise steps/s.
     batch_size: int | None  #: Samples per step over all processes.
     rates: list[float]  #: Rate of each window.
@@ -143,7 +145,7 @@ def read(folder: Path) -> tuple[str, list[Process]]:
     """Return the most reliable of `WAYS` that detected steps in `folder`, and the processes with steps, by rank.
 
     Left out are helpers, and processes that did not run during the longest training (`Process.others`), such as those
-    of an earlier try.
+    of an earlier try. Without steps, the way is empty.
     """
     for way in WAYS:
         found = [_process(path) for path in files(folder, way)]
@@ -178,7 +180,10 @@ def files(folder: Path, way: str) -> list[Path]:
 
 
 def _process(path: Path) -> Process:
-    """Read a file of `dlscale.extensions.programs.timed.Log`; skip the incomplete last line of a killed process."""
+    """Read a file of `dlscale.extensions.programs.timed.Log`; split common steps, and drop validations.
+
+    The incomplete last line of a killed process is skipped.
+    """
     return without_validations(with_split_steps(Tail(path).process))
 
 
@@ -199,8 +204,8 @@ def with_split_steps(process: Process) -> Process:
 def without_validations(process: Process) -> Process:
     """Return a process without the steps of validations over `timed(loader)`.
 
-    A loop validates if its batches have no gradients and it contains no step of PyTorch's optimisers, or if it contains
-    no such step, but loops over another loader do.
+    A loop without steps of PyTorch's optimisers validates if its batches have no gradients, or if only loops over other
+    loaders contain such steps. If all loops would be validations, all steps count.
     """
     if not process.in_loops:
         return process
@@ -346,9 +351,11 @@ class _Step:
     end: float
     computed: float
     batches: int  #: Number of training batches fetched during the step.
-    samples: int  #: Samples of these batches; 0 for a batch of unknown size.
+    samples: int  #: Samples of these batches; 0 if the size of a batch is unknown.
     first: bool  #: Whether the step fetched an iterator's first batch, as at the begin of an epoch.
-    alone: bool  #: Whether the step fetched no batch of another loader, and no batch of unknown size that matters.
+    #: Whether the step, without a validation before the step, fetched no batch of another loader and, if batches are
+    #: `sized` (see `_after_warm_up`), no batch of unknown size.
+    alone: bool
     gap: float  #: Seconds from the step's begin until its first training batch was requested; 0 if unknown.
     workers: float  #: Seconds in which workers of the training's loader started and ended.
 
@@ -369,8 +376,8 @@ def with_short(process: Process) -> Process:
 def as_used(process: Process) -> Process:
     """Return a process whose batches have the times at which they are used, if a library requests batches ahead.
 
-    A batch is used when the next batch has been delivered; an iterator's last batch in the last step before another
-    iterator delivers.
+    A batch is used when the next batch has been delivered. An iterator's last batch is used in the last step before
+    another iterator delivers.
     """
     if not process.ahead:
         return process
@@ -499,10 +506,10 @@ def _within(begin: float, end: float, spans: Sequence[Span]) -> float:
 
 
 def _pauses(process: Process, training: set[str], span: Span, away: Sequence[Span]) -> dict[str, float]:
-    """Return the seconds outside the steps in a span, by kind; the spans `away` do not count.
+    """Return the seconds of interruptions of the training in a span, by kind; the spans `away` do not count.
 
     `other`: time in evaluation mode (`evaluations`), and time from the request of a batch of a loader other than the
-    training's until the next event; `longest`: longest remaining time without a batch or a step.
+    training's until the next batch or step; `longest`: longest remaining time without a batch or a step.
     """
     spans = evaluations(process)
     events = [(time, time, True) for time in process.steps]
@@ -525,10 +532,11 @@ def _is_ahead(process: Process, training: set[str]) -> bool:
 
 
 def _after_warm_up(process: Process, training: set[str], away: Sequence[Span], ahead: bool, sized: bool) -> list[_Step]:
-    """Return the steps of a process with a known begin, after the warm-up and outside the spans `away`.
+    """Return a process's steps after the warm-up and outside the spans `away`.
 
-    If batches are `sized`, a step with a batch of unknown size is not `alone`. If batches are fetched `ahead`, the
-    waiting time of all steps is 0. If the samples per step differ, only complete epochs are returned.
+    Steps whose begin is unknown are left out. If batches are `sized`, a step with a batch of unknown size is not
+    `alone`. If batches are fetched `ahead`, the waiting time of all steps is 0. If the samples per step differ and two
+    epochs begin, only complete epochs are returned.
     """
     times, ends = [batch[0] for batch in process.batches], [end for _, end in away]
     found, iterators, evaluated = list[_Step | None](), set[str](), evaluations(process)
@@ -542,7 +550,7 @@ def _after_warm_up(process: Process, training: set[str], away: Sequence[Span], a
         within = process.batches[bisect.bisect_left(times, before) : bisect.bisect_left(times, end)]
         own = [batch for batch in within if batch[1] in training]
         if own and len(own) < len(within) and within[-len(own) :] == own:
-            # After a validation, the step begins with the start of its loader's workers.
+            # After a validation, the step begins when the training's workers start, or when its batch is requested.
             made = [span[0] for span in process.started.get(own[0][1], ()) if before < span[1] <= own[0][0]]
             before, within = max(within[-len(own) - 1][0], min([*made, own[0][0] - own[0][2]])), own
         # The end of the last epoch's workers belongs to the step, also if a validation followed.
@@ -591,7 +599,8 @@ def _has_frequent_long_steps(steps: Sequence[_Step]) -> bool:
 def regular_long(seconds: Sequence[float]) -> tuple[int, float] | None:
     """Return the distance of long steps that recur regularly, and the fraction of the time that they add.
 
-    Such steps may contain a validation without a loader, a checkpoint, or a wait for another loader's workers.
+    Return None if long steps are rare or irregular, or add little time. Regular long steps may contain a validation
+    without a loader, a checkpoint, or a wait for another loader's workers.
     """
     usual = statistics.median(seconds or [0.0])
     long = [number for number, each in enumerate(seconds) if each > MIN_REGULAR_RATIO * usual]
@@ -624,7 +633,8 @@ def _without_long_steps(steps: Sequence[_Step]) -> list[_Step]:
     """Return the steps that are `alone`, without pauses.
 
     A step is judged per batch, because with gradient accumulation steps have different numbers of batches. Long steps
-    within an epoch that recur soon are not pauses; then the steps between the first and the last long step count.
+    within an epoch that recur soon are not pauses, unless they are much longer than usual long steps (PAUSE_IN_WAITS);
+    then the steps between the first and the last long step count.
     """
     if not (steps := [step for step in steps if step.alone]):
         return []
@@ -638,7 +648,7 @@ def _without_long_steps(steps: Sequence[_Step]) -> list[_Step]:
         least = PAUSE_IN_WAITS * statistics.median_low(busy[number] for number in inner)
         long = [number for number in long if steps[number].first or busy[number] > least]
         steps = steps[: inner[-1] + 1]
-        long += range(inner[0] + 1)  # the counted steps begin after a long step and end with one
+        long += range(inner[0] + 1)  # the counted steps begin after a long step, and end with a long step
     pauses = set(long)
     return [step for number, step in enumerate(steps) if number not in pauses]
 
@@ -691,7 +701,7 @@ def _in_training(process: Process, span: Span) -> Process:
 
 
 def pace(processes: Sequence[Process], batch_size: int | None = None, apart: Sequence[Span] = ()) -> Pace | None:
-    """Return the pace of all processes; None if a process has fewer than two counted steps.
+    """Return the pace of all processes; None without processes, or if a process has fewer than two counted steps.
 
     `batch_size`, over all processes, replaces the size that the program's batches show. Steps in the spans `apart` do
     not count. If there are several trainings, only the longest training counts, unless it is short (see
@@ -823,6 +833,7 @@ def pace_of_rates(
     """Return the pace that follows from printed rates and the times at which they were printed.
 
     The rates are samples/s, or steps/s if `steps`. If there are more than three rates, the first rate is warm-up.
+    Return None without rates outside the spans `apart`.
     """
     times = [begin, *(when for when, _ in printed)]
     skipped = 1 if len(printed) > 3 else 0
@@ -920,7 +931,7 @@ def in_order(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 def log_counts_other(points: Sequence[tuple[float, float]], process: Process) -> str | None:
-    """Return a message if a log's step numbers do not count steps; None if they count steps.
+    """Return a message if a log's step numbers do not count steps; None if they do, or for fewer than three points.
 
     Step numbers that count micro-batches, or the steps of each of several optimisers, are accepted. The hook does not
     see the steps of compiled optimisers, but it sees their batches.

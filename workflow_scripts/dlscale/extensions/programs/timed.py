@@ -134,8 +134,8 @@ class Log:
     def fact(self, kind: str, *values: int) -> None:
         """Note the bytes of an optimiser's gradients (p), or facts about an iterator.
 
-        The facts are the number of copies of its batches (c), and that a library requests each batch before it delivers
-        the previous batch (a).
+        c: number of processes that get copies of the iterator's batches. a: a library requests each batch before the
+        library delivers the previous batch.
         """
         if self.on:
             self._notes.append(f"{kind} {' '.join(map(str, values))}\n")
@@ -293,7 +293,8 @@ def size_of(loader: Any) -> int:
 def samples_of(batch: Any, size: int) -> int:
     """Return the loader's batch `size` if the batch, or an array or list in the batch, has this length; otherwise 0.
 
-    Another length of the first axis does not count: the axis may be time, channels, or the nodes of several graphs.
+    Another length of the first axis does not count: the axis may be time, channels, or the nodes of several graphs. A
+    `size` of 1 does not count if the batch may have several samples (see `is_several`).
     """
     try:
         known = size in map(_length, itertools.chain([batch], _parts(batch)))
@@ -303,7 +304,7 @@ def samples_of(batch: Any, size: int) -> int:
 
 
 def short_of(batch: Any, size: int) -> int:
-    """Return minus the common length of the arrays and lists in a short batch, such as an epoch's last; otherwise 0.
+    """Return minus the common length of the arrays and lists in a short batch, such as the last of an epoch; else 0.
 
     The length is the number of samples only if most batches of the loader have `size` samples.
     """
@@ -328,7 +329,7 @@ def is_several(batch: Any) -> bool:
 
 
 def _axes(part: Any) -> tuple[int, ...]:
-    """Return the lengths of the axes of an array, or of a list and the arrays in the list."""
+    """Return the lengths of the axes of an array, or of a list and the first array in the list."""
     inner = _shape(part[0]) if isinstance(part, (list, tuple)) and part else ()
     return _shape(part) + inner
 
@@ -339,10 +340,11 @@ def _parts(batch: Any) -> Iterable[Any]:
 
 
 def is_short(batch: Any, size: int) -> bool:
-    """Return whether all arrays and lists in a batch are shorter than `size`, the number of samples that were drawn.
+    """Return whether all arrays and lists in a batch are shorter than `size`.
 
-    In a short batch, `collate_fn` dropped samples. A batch with any axis of length `size`, such as time-major arrays,
-    is not short.
+    `size` is the number of samples that were drawn, or the loader's batch size. In a short batch, `collate_fn` dropped
+    samples, or an epoch had no further samples. A batch with any axis of length `size`, such as time-major arrays, is
+    not short.
     """
     try:
         inside = list(_parts(batch))

@@ -1,7 +1,7 @@
 """Watch the steps of an unchanged PyTorch program: Python loads this file when it starts.
 
-`dlscale measure` puts this folder first on PYTHONPATH. When the program imports PyTorch, the hook wraps functions of
-PyTorch: the step of each optimiser, and the functions that deliver a loader's batches. If this file hides another
+dlscale puts this folder first on the program's PYTHONPATH. When the program imports PyTorch, the hook wraps functions
+of PyTorch: the step of each optimiser, and the functions that deliver a loader's batches. If this file hides another
 `sitecustomize`, the hook loads the other file as well. The environment is read once, when this file is loaded. An error
 of the hook does not reach the program: the hook stops, and writes the reason into the folder of steps. For Python 3.8
 and later.
@@ -28,8 +28,9 @@ STEPS, PROFILED = os.environ.get("DLSCALE_STEPS", ""), os.environ.get("DLSCALE_P
 #: Whether dlscale reads the program's output, and needs complete lines.
 READ = bool(os.environ.get("DLSCALE_READ"))
 
-#: Files of extensions, separated by colons, relative to the folder of extensions. A file has a function `start(log)`,
-#: which returns a table: module → function that wraps functions of the module after its import. `log` has the steps.
+#: Files of extensions, separated by colons: absolute paths, or paths relative to the folder of extensions. A file has a
+#: function `start(log)`; `log` has the steps. The function returns a table: module → function that wraps functions of
+#: the module after its import.
 HOOKS = os.environ.get("DLSCALE_HOOKS", "")
 
 #: Module whose loaders request each batch before they deliver the previous batch.
@@ -296,7 +297,7 @@ class Watcher:
 
 
 def copies(loader: Any) -> int:
-    """Return the number of processes that get the same batches, by `DistributedSampler`; otherwise 1."""
+    """Return the number of processes that get the same batches from `DistributedSampler`; 1 for other samplers."""
     try:
         sampler = loader._index_sampler
         return int(
@@ -342,18 +343,21 @@ def hidden() -> str | None:
 
 
 def let_look() -> None:
-    """Allow the profiler and its children to read this process, since Linux (Yama) may allow only ancestors."""
+    """Allow `dlscale measure` and its children, such as py-spy, to read this process.
+
+    Without this permission, Linux (Yama) may allow only ancestors to read a process.
+    """
     import ctypes
 
     ctypes.CDLL(None).prctl(0x59616D61, int(PROFILED), 0, 0, 0)  # PR_SET_PTRACER
 
 
 def write_whole_lines() -> None:
-    """Make this process write complete lines if dlscale reads them, or if it is one of several processes.
+    """Make this process write complete lines if dlscale reads the lines, or if the program has several processes.
 
     Parts of lines of several processes would mix in a shared log. A terminal's stream does not change. An unbuffered
-    stream (`python -u`, PYTHONUNBUFFERED) loses no output at a kill, so it changes only if dlscale reads the lines: in
-    this case dlscale has set PYTHONUNBUFFERED itself, and forked processes would write parts of lines.
+    stream (`python -u`, PYTHONUNBUFFERED) loses no output at a kill. Such a stream changes only if dlscale reads the
+    lines: then dlscale has set PYTHONUNBUFFERED itself, and forked processes would write parts of lines.
     """
     sizes = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
     if not READ and all(os.environ.get(name, "1") in ("", "1") for name in sizes):
