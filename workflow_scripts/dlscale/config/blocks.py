@@ -34,7 +34,7 @@ class Scaling(Lawful):
     per_node: Devices = Field(
         4,
         description="Devices per node. If a run has at most this many devices, the devices are on one node. A larger "
-        "number of devices must be a multiple of this number and fills several nodes.",
+        "number of devices must be a multiple of per_node and fills several nodes.",
     )
     batch_sizes: list[BatchSize] = Field(
         min_length=1,
@@ -46,7 +46,7 @@ class Scaling(Lawful):
         min_length=1,
         description="Additional settings by name of the variant; each variant runs on all numbers of devices. A "
         "variant with parallel.sync: false does not average gradients, which shows the cost of averaging; this variant "
-        "is skipped on one device.",
+        "is skipped on one device. For a study of external programs, the default is `{program: {}}`.",
     )
 
     @field_validator("devices", "batch_sizes")
@@ -353,7 +353,7 @@ class Sweep(Lawful):
 
     @property
     def runs(self) -> dict[str, Values]:
-        """Settings of each trial, by the trial's name, which consists of the values."""
+        """Settings of each trial by name; the name consists of keys and values, such as `lr-0p01_seed-2`."""
         if self.trials is None:
             combinations = [dict(zip(self.over, each, strict=True)) for each in itertools.product(*self.over.values())]
             return {_name(values, self._words): values for values in combinations}

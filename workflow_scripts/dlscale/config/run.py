@@ -279,7 +279,8 @@ class FSDP(_Several):
     shard: PositiveInt | None = Field(
         None,
         description="Number of neighbouring devices over which one copy of the weights is sharded. Several groups of "
-        "this many devices average gradients with each other (hybrid sharding). Absent: all devices.",
+        "this many devices average gradients with each other (hybrid sharding). Absent: all devices with the same "
+        "weights (all devices / tp).",
     )
     reshard: bool = Field(
         True,
@@ -288,7 +289,8 @@ class FSDP(_Several):
     )
     param_dtype: Literal["fp32", "bf16"] = Field(
         "fp32",
-        description="Number format in which weights are gathered and used. Updates are always computed in float32.",
+        description="Number format in which weights are gathered and used. Updates are computed in the format of the "
+        "stored weights: 16 bits with a precision that ends with _pure, otherwise float32.",
     )
     reduce_dtype: Literal["fp32", "bf16"] = Field("fp32", description="Number format in which gradients are averaged.")
     cpu_offload: bool = Field(
@@ -339,7 +341,7 @@ class Geometry(Lawful):
     """
 
     nodes: Devices = Field(1, description="Nodes of the run.")
-    gpus_per_node: Devices = Field(1, description="Devices per node; a CPU counts as one device.")
+    gpus_per_node: Devices = Field(1, description="Devices per node; without GPUs, each process counts as a device.")
     tp: Devices = Field(
         1,
         description="Tensor-parallel size: number of devices over which the weights of each layer are sharded. Between "
@@ -358,7 +360,8 @@ class Geometry(Lawful):
     cpus: PositiveInt | None = Field(
         None,
         description="CPUs per device (sbatch --cpus-per-task); a process and its loader workers only run on these "
-        "CPUs. Absent: with Slurm, the node's CPUs divided by the node's devices; without Slurm, all CPUs.",
+        "CPUs. Absent: with Slurm, the node's CPUs divided by the node's GPUs (on nodes without GPUs: data_cpus of the "
+        "scheduler); without Slurm, all CPUs.",
     )
     memory_mb: PositiveInt | None = Field(
         None,
@@ -458,7 +461,7 @@ class Tune(Strict):
     workers: list[Workers] = Field(
         [], description="Numbers of loader workers. Empty: 0, 1, 2, 4, … up to the cores of a process."
     )
-    prefetch: list[Few] = Field([2, 4], description="Numbers of batches that the loader prepares in advance.")
+    prefetch: list[Few] = Field([2, 4], description="Values of the loader's key `prefetch`.")
     loaders: list[str] = Field([], description="Kinds of loaders. Empty: the loader of the run.")
     threads: list[Threads] = Field(
         [],
@@ -536,8 +539,8 @@ class RunCore(Lawful):
     loss_scale: PositiveFloat | None = Field(
         None,
         description="Constant factor of the loss for precision fp16 and fp16_master, such as 128. Absent: the factor "
-        "begins at 65536, is halved after a step whose gradients overflow, and is doubled after 2000 steps. Steps "
-        "whose gradients overflow are left out in both cases.",
+        "begins at 65536, is halved after a step whose gradients overflow, and is doubled after 2000 steps without "
+        "overflow. With either factor, steps whose gradients overflow are left out.",
     )
     keep_norms_fp32: bool = Field(
         False,
@@ -613,7 +616,7 @@ class RunCore(Lawful):
 
     @property
     def cpus(self) -> int | None:
-        """CPUs per process; None if the run does not set them."""
+        """CPUs per process; None without `geometry.cpus`."""
         geometry = self.geometry
         return geometry.cpus and geometry.cpus * geometry.gpus_per_node // self.processes.gpus_per_node
 
@@ -665,7 +668,7 @@ class Run(RunCore):
 
 
 def components(study: str) -> dict[str, Any]:
-    """Return the fields of a run whose types depend on its study."""
+    """Return the fields of a run whose types depend on its study or, for `loader`, on the extensions."""
     brought = registry.study(study)
     loaders = tuple(loader_classes().values())
     loader = Annotated[Union[loaders], Field(discriminator="kind")]  # type: ignore[valid-type]  # noqa: UP007

@@ -188,7 +188,11 @@ class Scheduler(Strict):
     account: str | None = Field(None, description="Project that is charged. Absent: $SBATCH_ACCOUNT.")
     cpu_nodes: Nodes = Field(description="Nodes for data stages.")
     gpu_nodes: Nodes = Field(description="Nodes for runs.")
-    data_cpus: PositiveInt = Field(32, description="CPUs per job of a data stage.")
+    data_cpus: PositiveInt = Field(
+        32,
+        description="CPUs per job of a data stage. If gpu_nodes have no GPUs, also the CPUs per process of a run "
+        "without geometry.cpus.",
+    )
     queues: dict[str, Queue] = Field({}, description="Queues, by names of your choice.")
     run_queues: list[str] = Field(
         [],
@@ -244,7 +248,8 @@ class Site(Lawful):
     image: str | None = Field(
         None,
         pattern=r"^[A-Za-z0-9/][A-Za-z0-9._/:@+-]*$",
-        description="Container image of the stages; `snakemake image` builds it (localhost/…) or pulls it.",
+        description="Container image of the stages: a name, or for apptainer and enroot the path of a .sif or .sqsh "
+        "file. `snakemake image` builds an image called localhost/… and pulls an image with another name.",
     )
     build: Build = Build()
     starter: Starter = Field(
@@ -277,8 +282,9 @@ class Site(Lawful):
     )
     gpu: bool | None = Field(
         None,
-        description="Whether stages run on GPUs. If true, containers get access to the GPUs, and a stage without a "
-        "visible GPU fails. Absent: true if the nodes have GPUs; without a scheduler, true if this machine has GPUs.",
+        description="Whether runs use GPUs. If true, containers of runs get access to the GPUs, and a run without a "
+        "visible GPU fails. Absent: true if the scheduler's gpu_nodes have GPUs; without a scheduler, runs use this "
+        "machine's GPUs, if any.",
     )
     gpu_order: list[NonNegativeInt] | None = Field(
         None,

@@ -1,6 +1,6 @@
 """Record of a stage's software and hardware, and the differences between two records.
 
-`dlscale.cli` writes the record next to the telemetry, as `telemetry/STAGE.json`, at the end of the stage.
+`dlscale.cli` writes the record next to the telemetry, as `telemetry/STAGE.json`, when the stage has succeeded.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _packages() -> list[str]:
 def git_state() -> dict[str, Any] | None:
     """Return the commit of the checkout that contains this file, and whether it is dirty.
 
-    Return None without a checkout.
+    Return None without a checkout, or without Git. Untracked files do not count.
     """
     # The checkout may belong to another user, so programs in its git configuration must not run.
     off = ["-c", "core.fsmonitor=false", "-c", f"core.hooksPath={os.devnull}"]

@@ -26,7 +26,8 @@ class Metric(Record):
     better: Literal["lower", "higher"] = "lower"
     naive: str | None = None  #: Key of the best baseline's value in `Epoch.metrics`; None without a baseline.
     answer: str = ""  #: Description of the best baseline without learning.
-    rival: str = ""  #: Name of a baseline, if this metric is its error and no metric's `naive` is this metric's key.
+    #: Name of a baseline, if this metric is the error of this baseline and no metric names this metric as `naive`.
+    rival: str = ""
     derived: bool = (
         False  #: Whether the metric is computed from other metrics, as a skill is; pages show those metrics instead.
     )

@@ -99,7 +99,7 @@ class Progress:
         self.what, self.total, self.unit, self.values, self.part = what, total, unit, values, part
         self.done = self._shown = 0  # count, and the count in the last log line
         self._start = self._last = time.monotonic()
-        self._first: tuple[float, int] | None = None  # time and count at the first update of this process
+        self._first: tuple[float, int] | None = None  # time and count at the first update of this counter
 
     def update(self, done: int, total: int | None = None) -> None:
         Progress.updates += 1

@@ -70,7 +70,8 @@ _VALUE = (
     rf"|(?:\s+(?:\|\s+None\s+)?(?:[+=%]|or)\s+)(?:{_STRING})?+)*+"
 )
 #: A secret's name with its value: the rest of the text or string after `NAME=` or `NAME:`; the next string, if only
-#: punctuation is between; the next value after `=`, `:` (in a header `a=b; c=d`) or `<<<`; the word after an option.
+#: punctuation is between; the next value after `=`, `:` or `<<<` (all values of a header `NAME: a=b; c=d`); the word
+#: after an option.
 _SECRET = re.compile(
     rf"""(?:{_NAMED.pattern})(?:
     (?(start)(?:=|:\s*){_SCHEME}(?P<rest>.+)|(?!))

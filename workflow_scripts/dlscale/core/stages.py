@@ -51,7 +51,11 @@ RUN_OPTIONS = (
     path("--manifest", "manifest.json of the run's dataset"),
     option("--device", "device that computes", False, choices=("auto", "cpu", "cuda"), default="auto"),
     option("--threads", "CPU threads per node, divided among the node's processes", False, type=int, metavar="N"),
-    path("--telemetry", "CSV file for telemetry of the node, one row per second", required=False),
+    path(
+        "--telemetry",
+        "CSV file for telemetry of the first node, one row per second; further nodes write NAME.nodeN.csv next to it",
+        required=False,
+    ),
     _RECORD,
 )
 
@@ -62,7 +66,12 @@ STAGES: dict[str, Stage] = {
         "image",
         (
             option("--engine", "container engine", metavar="NAME"),
-            option("--image", "name of the image; localhost/... is built, other names are pulled", metavar="NAME"),
+            option(
+                "--image",
+                "name of the image (localhost/... is built, other names are pulled); for apptainer and enroot, an "
+                "existing image file",
+                metavar="NAME",
+            ),
             option("--target", "build target in docker/Dockerfile", False, default="cpu", choices=("cpu", "gpu")),
             option("--build-arg", "argument of the build", False, action="append", default=[], metavar="NAME=VALUE"),
         ),

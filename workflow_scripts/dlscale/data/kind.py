@@ -17,7 +17,8 @@ the module that the method `acquirer` returns
     `complete(dataset, manifest, stats, name) -> Manifest` adds to a manifest and may refuse the data. This function may
     write files into the folder `stats`, which is later moved next to the manifest and gets the name `name`.
 `preview`
-    `preview(manifest)` yields `dlscale.data.preview.Panel`s. Without this function, the first rows are drawn.
+    `preview(manifest)` yields `dlscale.data.preview.Panel`s. Without this function, the first rows or the middle plane
+    of a volume are drawn.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class Outline:
 
 
 def is_url(origin: str) -> bool:
-    """Return whether `origin` is fetched over the network."""
+    """Return whether `origin` is an HTTP address; without an acquirer, such a file is fetched."""
     return urlsplit(origin).scheme in ("http", "https")
 
 
