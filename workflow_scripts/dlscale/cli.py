@@ -50,12 +50,14 @@ RUN = "Run plans, or make datasets or files; settings may follow, as in dlscale 
 _OWN = {
     "status": Query(
         "dlscale.preflight.status",
-        "Show the state of runs: done, running (progress, time left, loss, speed), failed (with reason), or waiting.",
+        "Show the state of runs: running (progress, time left, loss, speed), silent (gone, or without a new status for "
+        "ten minutes), failed (with reason), done, or waiting.",
         (
             PLANS,
             option(
                 "--watch",
-                "repeat every five seconds until all runs are done, or until a failure stops all further runs",
+                "repeat every five seconds until all runs are done, or until a run failed and no job has run for a "
+                "minute",
                 False,
                 action="store_true",
             ),
@@ -64,7 +66,7 @@ _OWN = {
     ),
     "cost": Query(
         "dlscale.preflight.cost",
-        "Estimate the cost (node-hours, GPU-hours, charge) of runs that have no results yet.",
+        "Estimate the cost (node-hours, GPU-hours, charge) of runs and datasets without results, on a site with Slurm.",
         (PLANS,),
         example="dlscale cost --profile perlmutter starter_strong",
     ),

@@ -21,7 +21,7 @@ from dlscale.core.settings import holds
 from dlscale.core.stages import STAGES
 from dlscale.core.text import many
 
-#: Settings of a generated run, in parts: key in the block that sets the part → settings.
+#: Settings of a generated run: key of the block → settings that this key sets.
 Parts = dict[str, dict[str, Any]]
 
 
@@ -358,7 +358,7 @@ class Sweep(Lawful):
             combinations = [dict(zip(self.over, each, strict=True)) for each in itertools.product(*self.over.values())]
             return {_name(values, self._words): values for values in combinations}
         found: dict[str, Values] = {}
-        # Each setting has random numbers of its own, so the first trials stay the same if more trials are drawn.
+        # A setting's random numbers depend only on seed and key: the first trials stay the same if more are drawn.
         shares = zip(*(_spread(f"{self.seed} {key}") for key in self.over), strict=True)
         # In a narrow range, draws often repeat earlier draws, so the number of draws is limited.
         for drawn in itertools.islice(shares, 20 * self.trials):

@@ -125,11 +125,13 @@ class Schedule(Lawful):
 
     kind: Literal["cosine", "linear", "polynomial", "exponential", "step", "constant"] = Field(
         "cosine",
-        description="Form of the schedule. cosine, linear, polynomial (quadratic): fall to end_lr at the last step. "
+        description="Form of the schedule. cosine, linear, polynomial (quadratic): fall to end_lr at the end. "
         "exponential: multiply by gamma per epoch, in equal factors per step. step: multiply by gamma after every "
         "step_epochs epochs, or after the epochs in milestones. constant: keep the learning rate.",
     )
-    warmup_steps: NonNegativeInt = Field(0, description="Steps of the linear warm-up from a learning rate of 0.")
+    warmup_steps: NonNegativeInt = Field(
+        0, description="Steps of the linear warm-up; step 1 has 1/warmup_steps of the rate after the warm-up."
+    )
     warmup_epochs: NonNegativeInt = Field(0, description="Epochs of the linear warm-up; alternative to warmup_steps.")
     end_lr: NonNegativeFloat = Field(0.0, description="Final learning rate of kinds cosine, linear and polynomial.")
     gamma: float = Field(0.1, gt=0, le=1, description="Factor of kinds exponential and step.")
@@ -409,9 +411,10 @@ class Throughput(Strict):
     )
     beside: Seconds = Field(
         30.0,
-        description="Planned duration of the paired timing, seconds: to measure the speed-up, a single-process run and "
-        "the plan's first run are timed alternately. On a busy machine the timing may take up to three times as long. "
-        "0: no paired timing. From 10 on, the first run is also timed against a copy of itself.",
+        description="Planned duration of the paired timing, seconds: to measure the speed-up, a run and the plan's "
+        "first run with the stage throughput are timed alternately, if both have one process. On a busy machine the "
+        "timing may take up to three times as long. 0: no paired timing. From 10 on, the first run is also timed "
+        "against a copy of itself.",
     )
     error: PositiveFloat = Field(
         0.01,
@@ -459,14 +462,14 @@ class Tune(Strict):
     """
 
     workers: list[Workers] = Field(
-        [], description="Numbers of loader workers. Empty: 0, 1, 2, 4, … up to the cores of a process."
+        [], description="Numbers of loader workers. Empty: 0, 1, 2, 4, … up to the number of CPUs of a process."
     )
     prefetch: list[Few] = Field([2, 4], description="Values of the loader's key `prefetch`.")
     loaders: list[str] = Field([], description="Kinds of loaders. Empty: the loader of the run.")
     threads: list[Threads] = Field(
         [],
-        description="Numbers of CPU threads per process. Empty: on a CPU, the number of the process's cores and half "
-        "of this number.",
+        description="Numbers of CPU threads per process. Empty: without a GPU, the number of the process's CPUs and "
+        "half of this number; with a GPU, the run's number.",
     )
     batch_size: list[BatchSize] = Field(
         [],
@@ -480,11 +483,13 @@ class Tune(Strict):
         120.0,
         gt=0,
         le=604_800,
-        description="Duration of all measurements, seconds; the duel (see rounds) takes half of this time. Start and "
-        "warm-up take additional time.",
+        description="Duration of all measurements, seconds; the duel (see rounds) takes half of this time, or all of "
+        "this time with at most two combinations. Start and warm-up take additional time.",
     )
     rounds: Annotated[Repeats, Field(ge=3)] = Field(
-        8, description="Rounds of the duel, the final comparison of two combinations; each round measures both."
+        8,
+        description="Rounds of the duel, the final comparison of the best combination with the run's own settings; "
+        "each round measures both.",
     )
 
     @field_validator("loaders")

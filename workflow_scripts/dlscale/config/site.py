@@ -57,17 +57,17 @@ class Limits(Strict):
 
     silent: Annotated[Seconds, Field(ge=5)] = Field(
         25.0,
-        description="Timeout, seconds, without a heartbeat, for a process that another process of its node reports as "
-        "ended or stopped.",
+        description="Timeout, seconds, for the heartbeat of a process that another process of its node reports as ended "
+        "or stopped.",
     )
     stuck: Annotated[Seconds, Field(ge=5)] = Field(
         45.0,
-        description="Minimum timeout, seconds, without progress in a loop of steps; also the timeout without a "
-        "heartbeat for a process whose state no other process can observe.",
+        description="Minimum timeout, seconds, for progress in a loop of steps; also the timeout for the heartbeat of a "
+        "process whose state no other process can observe.",
     )
     between: Annotated[Seconds, Field(ge=5)] = Field(
         600.0,
-        description="Timeout, seconds, without progress between epochs, when results and checkpoints are written. "
+        description="Timeout, seconds, for progress between epochs, when results and checkpoints are written. "
         "While data are opened and code is compiled, the timeout is three times as long, at most 30 minutes.",
     )
 
@@ -253,13 +253,16 @@ class Site(Lawful):
     )
     build: Build = Build()
     starter: Starter = Field(
-        "auto", description="Launcher of runs with several processes; auto: srun with a scheduler, otherwise torchrun."
+        "auto",
+        description="Launcher of runs with several processes. auto: srun with a scheduler, otherwise torchrun. "
+        "torchrun: dlscale's own launcher, which starts a process per device. direct: no launcher, so only one process "
+        "starts.",
     )
     start: list[Annotated[str, StringConstraints(min_length=1, pattern=r"^[^\n\r]*$")]] = Field(
         [],
         description="Command or options of the starter. mpirun: the command that starts all processes of a run "
-        "(absent: mpirun -n {ranks}). torchrun: the command that starts torchrun on each node of a run on several "
-        "nodes. srun: further options. {ranks}, {ranks_per_node} and {nodes} are replaced by numbers.",
+        "(absent: mpirun -n {ranks}). torchrun: the command that starts the launcher once on each node of a run on "
+        "several nodes. srun: further options. {ranks}, {ranks_per_node} and {nodes} are replaced by numbers.",
     )
     rendezvous: str | None = Field(
         None,

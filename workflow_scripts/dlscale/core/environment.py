@@ -53,7 +53,7 @@ class Environment(Record):
     python: str
     versions: dict[str, str] = {}  #: Versions of dlscale, torch, CUDA, cuDNN, NCCL, the driver, Triton and DALI.
     gpus: list[Gpu] = []
-    image: dict[str, str] | None = None  #: Engine, name and digest of the container's image.
+    image: dict[str, str] | None = None  #: Engine, name and identity of the container's image.
     git: dict[str, Any] | None = None  #: Commit of dlscale's checkout, and whether it is dirty.
     packages: list[str] = []  #: All installed distributions, as `NAME==VERSION`.
     variables: dict[str, str] = {}  #: Environment variables with secrets redacted.

@@ -125,7 +125,8 @@ class Epoch(Record):
     train_metrics: dict[str, Number] = {}
     #: Number of skipped steps, whose loss or gradient was not finite; `train_loss` excludes the samples of these steps.
     skipped: int = 0
-    #: Settings `geometry`, `parallel`, `threads`, `loader`, which affect times; None if they changed within the epoch.
+    #: Settings `geometry`, `parallel`, `threads`, `loader`, which affect times. None if the settings changed within the
+    #: epoch; empty if unknown.
     made_with: dict[str, Any] | None = {}
     untrained: Untrained | None = None  #: Scores before training, in the record of the first epoch; None if unmeasured.
 

@@ -35,7 +35,7 @@ def throughput_seconds(run: Any) -> float:
 
 
 def turns_seconds(run: Any) -> float:
-    """Return the time of a run's paired timing on an idle machine, s; 0 for a run of several processes."""
+    """Return the planned time of a run's paired timing, s; 0 for a run of several processes."""
     return float(run.throughput.beside) if run.processes.world_size == 1 else 0.0
 
 
@@ -157,9 +157,11 @@ STAGES: dict[str, Stage] = {
         "Measure a run's throughput (samples/s) in loading, computing and training.",
         "run",
         (
-            path("--beside", "config.yaml or JSON of the plan's first run, for paired timing", required=False),
+            path("--beside", "config.yaml or JSON of the plan's first timed run, for paired timing", required=False),
             path(
-                "--beside-manifest", "manifest.json of the first run's dataset, if the datasets differ", required=False
+                "--beside-manifest",
+                "manifest.json of the first timed run's dataset, if the datasets differ",
+                required=False,
             ),
             path("--out", "JSON file to write"),
             START,
