@@ -184,7 +184,9 @@ class Training(Lawful):
         None, description="Optimiser steps; alternative to `epochs`. The last epoch may be shorter."
     )
     checkpoint_epochs: PositiveInt = Field(
-        1, description="Epochs between two checkpoints; training also writes a checkpoint at its end."
+        1,
+        description="Epochs between two checkpoints; training also writes a checkpoint at its end. With on_divergence "
+        "roll_back, training writes a checkpoint after each epoch.",
     )
     stop_after: PositiveInt | None = Field(
         None,
@@ -196,8 +198,9 @@ class Training(Lawful):
         "fail",
         description="Reaction to a loss or gradient of NaN or infinity. fail: the stage fails. stop: the training ends "
         "and the run ranks last; this is the default in plans of kind sweep or convergence. skip: leave out these "
-        "steps; fail if they are more than half of an epoch. roll_back: repeat the epoch from its checkpoint, and skip "
-        "these steps.",
+        "steps. roll_back: repeat the epoch from its checkpoint, and leave out these steps. With skip and roll_back, "
+        "the stage fails if more than half of an epoch's steps are left out, or if the validation loss is NaN or "
+        "infinite.",
     )
     check_replicas: bool = Field(
         False,
@@ -291,8 +294,8 @@ class FSDP(_Several):
     )
     param_dtype: Literal["fp32", "bf16"] = Field(
         "fp32",
-        description="Number format in which weights are gathered and used. Updates are computed in the format of the "
-        "stored weights: 16 bits with a precision that ends with _pure, otherwise float32.",
+        description="Number format in which weights are gathered and used. fp32: the format of the stored weights, in "
+        "which updates are computed (16 bits with a precision that ends with _pure, otherwise float32).",
     )
     reduce_dtype: Literal["fp32", "bf16"] = Field("fp32", description="Number format in which gradients are averaged.")
     cpu_offload: bool = Field(
@@ -401,13 +404,13 @@ class Geometry(Lawful):
 class Throughput(Strict):
     """Trials of the throughput stage (as in NERSC's tool benchy), and paired timing with the plan's first run."""
 
-    warmup: Repeats = Field(3, description="Number of warm-up trials, whose times are discarded.")
+    warmup: Repeats = Field(3, description="Minimum number of warm-up trials, whose times are discarded.")
     trials: Annotated[Repeats, Field(ge=1)] = Field(3, description="Number of trials whose times count.")
     batches: Annotated[Repeats, Field(ge=1)] = Field(50, description="Minimum number of batches per trial.")
     seconds: Seconds = Field(
         1.0,
-        description="Minimum duration of a trial, seconds. If the minimum number of batches takes less time, the trial "
-        "has more batches. 0: no minimum.",
+        description="Planned minimum duration of a trial, seconds. If the minimum number of batches takes less time in "
+        "the warm-up, the trial has more batches. 0: no minimum.",
     )
     beside: Seconds = Field(
         30.0,

@@ -57,13 +57,13 @@ class Limits(Strict):
 
     silent: Annotated[Seconds, Field(ge=5)] = Field(
         25.0,
-        description="Timeout, seconds, for the heartbeat of a process that another process of its node reports as ended "
-        "or stopped.",
+        description="Timeout, seconds, for the heartbeat of a process that another process of its node reports as "
+        "ended or stopped.",
     )
     stuck: Annotated[Seconds, Field(ge=5)] = Field(
         45.0,
-        description="Minimum timeout, seconds, for progress in a loop of steps; also the timeout for the heartbeat of a "
-        "process whose state no other process can observe.",
+        description="Minimum timeout, seconds, for progress in a loop of steps; also the timeout for the heartbeat of "
+        "a process whose state no other process can observe.",
     )
     between: Annotated[Seconds, Field(ge=5)] = Field(
         600.0,
