@@ -50,8 +50,8 @@ RUN = "Run plans, or make datasets or files; settings may follow, as in dlscale 
 _OWN = {
     "status": Query(
         "dlscale.preflight.status",
-        "Show the state of runs: running (progress, time left, loss, speed), silent (gone, or without a new status for "
-        "ten minutes), failed (with reason), done, or waiting.",
+        "Show the state of runs: running (progress, time left, loss, speed), silent (ended without a message, or "
+        "without a new status for ten minutes), failed (with reason), done, or waiting.",
         (
             PLANS,
             option(

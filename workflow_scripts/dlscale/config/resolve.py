@@ -461,7 +461,7 @@ class _Resolver:
         return ResolvedRun(*owner, self._runs[owner])
 
     def skipped_runs(self, plan: str) -> dict[str, str]:
-        """Return the runs of a plan that this machine does not support, with the requirements that it does not meet."""
+        """Return the runs of a plan that this machine does not support, with the requirements that are not met."""
         if plan not in self._skipped_runs:
             self._skipped_runs[plan] = {}  # ends the recursion in a circle of `use`, which `layers` reports
             for name in self.workflow.plans[plan].runs:

@@ -116,7 +116,7 @@ def hide(settings: Any, where: str, secrets: dict[str, str] | None = None) -> An
 def publish(secrets: Mapping[str, str]) -> None:
     """Put full addresses and secrets into the environment of this process.
 
-    The command of a stage that needs no secrets unsets the variable again.
+    The command of a stage that needs no secrets unsets `VARIABLE` again.
     """
     os.environ.pop(VARIABLE, None)
     text = json.dumps(secrets)

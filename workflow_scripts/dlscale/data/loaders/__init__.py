@@ -51,7 +51,7 @@ class DirectLoader(Reading):
 class SyntheticLoader(Strict):
     """One batch of random numbers on the device, delivered again and again.
 
-    Data are read only if the study has its own `collate`: for one batch.
+    If the study has its own `collate`, the batch is the first batch of the data instead. No other data are read.
     """
 
     kind: Literal["synthetic"]
