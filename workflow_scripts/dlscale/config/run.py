@@ -578,7 +578,7 @@ class RunCore(Lawful):
     threads: Threads | None = Field(
         None,
         description="CPU threads per process. Absent: the job's threads divided by the job's processes. On one machine "
-        "without a GPU, as many trainings with this key run in parallel as the cores allow.",
+        "without a GPU, as many trainings with this key and without geometry.cpus run in parallel as the cores allow.",
     )
     geometry: Geometry = Geometry()
     parallel: Parallel = DDP()

@@ -154,7 +154,7 @@ STAGES: dict[str, Stage] = {
     ),
     "throughput": Stage(
         "dlscale.measure.throughput",
-        "Measure a run's throughput (samples/s) in loading, computing and training.",
+        "Measure a run's throughput (samples/s) in loading, computing and training; for a program, only in training.",
         "run",
         (
             path("--beside", "config.yaml or JSON of the plan's first timed run, for paired timing", required=False),

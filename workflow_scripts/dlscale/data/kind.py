@@ -180,7 +180,8 @@ class DatasetKind(ABC):
         """Return a digest of the current state of a raw file's origin; None if the state is unknown.
 
         The file is acquired again when this digest changes. `made` is the path of the acquired file. If the origin is
-        missing, a kind may return the digest that the acquired file contains.
+        missing, a kind may return the digest that the acquired file contains. For a kind without this method, the
+        workflow compares the size and modification time (`stamp`) of a user's file.
         """
         return None
 
