@@ -50,12 +50,14 @@ RUN = "Run plans, or make datasets or files; settings may follow, as in dlscale 
 _OWN = {
     "status": Query(
         "dlscale.preflight.status",
-        "Show the state of runs: done, running (progress, time left, loss, speed), failed (with reason), or waiting.",
+        "Show the state of runs: running (progress, time left, loss, speed), silent (ended without a message, or "
+        "without a new status for ten minutes), failed (with reason), done, or waiting.",
         (
             PLANS,
             option(
                 "--watch",
-                "repeat every five seconds until all runs are done, or until a failure stops all further runs",
+                "repeat every five seconds until all runs are done, or until a run failed and no job has run for a "
+                "minute",
                 False,
                 action="store_true",
             ),
@@ -64,7 +66,7 @@ _OWN = {
     ),
     "cost": Query(
         "dlscale.preflight.cost",
-        "Estimate the cost (node-hours, GPU-hours, charge) of runs that have no results yet.",
+        "Estimate the cost (node-hours, GPU-hours, charge) of runs and datasets without results, on a site with Slurm.",
         (PLANS,),
         example="dlscale cost --profile perlmutter starter_strong",
     ),
@@ -209,7 +211,8 @@ def parser() -> argparse.ArgumentParser:
         added.add_argument(
             "--log",
             metavar="FILE",
-            help="write all output to FILE; errors also to the terminal",
+            help="write all output to FILE (ranks N above 0: to FILE with .rankN before the suffix); print the final "
+            "error also on the terminal",
         )
         of_runs = isinstance(row, Stage) and row.scope == "run"
         configured = isinstance(row, Query) and row.configured
@@ -223,8 +226,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one stage or query and return the exit status of the process.
 
     0: success, 1: a defect, 2: a user's mistake, 75: the stage ended on request after saving its state and can be run
-    again, 76: another process of the run failed, 130: interrupted, 141: the reader of the output (`| head`) has ended.
-    A query may return other values; see its module.
+    again, 76: another process of the run failed, 130: interrupted, 141: the reader of the output (`| head`) has ended,
+    143: ended by SIGTERM. A query may return other values; see its module.
     """
     for stream in ("stdout", "stderr"):
         if getattr(sys, stream) is None:  # the caller has closed the stream
@@ -274,7 +277,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         expected = translate_error(error, "") if isinstance(error, OSError) else error
         if isinstance(expected, UserError):
             return _fail(terminal, name, USER_ERROR, str(expected).removeprefix(": "))
-        # This ImportError is the dynamic linker's report of too little memory for a library.
+        # "failed to map segment" is in an ImportError if the dynamic linker has too little memory for a library.
         if isinstance(error, MemoryError) or "failed to map segment" in str(error):
             return _fail(
                 *(terminal, name, USER_ERROR),

@@ -21,7 +21,7 @@ from dlscale.core.settings import holds
 from dlscale.core.stages import STAGES
 from dlscale.core.text import many
 
-#: Settings of a generated run, in parts: key in the block that sets the part → settings.
+#: Settings of a generated run: key of the block → settings that this key sets.
 Parts = dict[str, dict[str, Any]]
 
 
@@ -34,7 +34,7 @@ class Scaling(Lawful):
     per_node: Devices = Field(
         4,
         description="Devices per node. If a run has at most this many devices, the devices are on one node. A larger "
-        "number of devices must be a multiple of this number and fills several nodes.",
+        "number of devices must be a multiple of per_node and fills several nodes.",
     )
     batch_sizes: list[BatchSize] = Field(
         min_length=1,
@@ -46,7 +46,7 @@ class Scaling(Lawful):
         min_length=1,
         description="Additional settings by name of the variant; each variant runs on all numbers of devices. A "
         "variant with parallel.sync: false does not average gradients, which shows the cost of averaging; this variant "
-        "is skipped on one device.",
+        "is skipped on one device. For a study of external programs, the default is `{program: {}}`.",
     )
 
     @field_validator("devices", "batch_sizes")
@@ -353,12 +353,12 @@ class Sweep(Lawful):
 
     @property
     def runs(self) -> dict[str, Values]:
-        """Settings of each trial, by the trial's name, which consists of the values."""
+        """Settings of each trial by name; the name consists of keys and values, such as `lr-0p01_seed-2`."""
         if self.trials is None:
             combinations = [dict(zip(self.over, each, strict=True)) for each in itertools.product(*self.over.values())]
             return {_name(values, self._words): values for values in combinations}
         found: dict[str, Values] = {}
-        # Each setting has random numbers of its own, so the first trials stay the same if more trials are drawn.
+        # A setting's random numbers depend only on seed and key: the first trials stay the same if more are drawn.
         shares = zip(*(_spread(f"{self.seed} {key}") for key in self.over), strict=True)
         # In a narrow range, draws often repeat earlier draws, so the number of draws is limited.
         for drawn in itertools.islice(shares, 20 * self.trials):

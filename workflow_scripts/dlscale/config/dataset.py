@@ -49,13 +49,13 @@ class Storage(Strict):
 
     dtype: Literal["float32", "float16"] = Field(
         "float32",
-        description="Number format on disk. float16: store (x - offset) / scale, with an offset and a scale per "
-        "channel, and record the measured maximum error.",
+        description="Number format of floating-point values on disk. float16: store (x - offset) / scale, with an "
+        "offset and a scale per channel, and record the measured maximum error.",
     )
     chunk: Extent | None = Field(
         32,
-        description="Edge length of an HDF5 chunk, cells. A chunk of a volume is a cube with all channels. null: no "
-        "chunks; the rows of the volume are stored one after the other.",
+        description="Only for volumes: edge length of an HDF5 chunk, cells. A chunk is a cube with all channels. null: "
+        "no chunks; the rows of the volume are stored one after the other.",
     )
     channels: Literal["first", "last"] = Field(
         "first",

@@ -1,7 +1,7 @@
 """Tables of rules for settings that exclude each other; each rule has a message for settings that break it.
 
-A message begins with the wrong keys, from which `dlscale.core.settings` finds the section or file to name. In a
-message, `{its}` stands for the settings.
+A message contains the wrong keys, from which `dlscale.core.settings` finds the section or file to name. In a message,
+`{its}` stands for the settings.
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ OF_RUNS: tuple[Law, ...] = (
 def check_fields(samples: Any, fields: Collection[str], where: str = "") -> None:
     """Raise a `UserError` if row samples need a field that the dataset lacks; check nothing if `fields` is empty."""
     for key in ("input", "target"):
-        named = getattr(samples, key, ())  # a user's own class may name its fields otherwise
+        named = getattr(samples, key, ())  # a user's own class may lack these keys
         for name in [named] if isinstance(named, str) else named.values() if isinstance(named, dict) else named:
             if fields and name not in fields:
                 raise UserError(

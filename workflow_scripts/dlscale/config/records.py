@@ -86,7 +86,7 @@ class RunReference(Record):
     plan: Name
     run: Name
     measure: list[str]  #: Stages of the run.
-    repeats: list[Name] = []  #: Runs of the same plan that repeat its training with other seeds.
+    repeats: list[Name] = []  #: Runs of the plan that repeat this run's training with other seeds.
 
 
 class SweepRecord(Record):

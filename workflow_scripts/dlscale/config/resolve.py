@@ -199,7 +199,8 @@ def of_program(stages: Iterable[str]) -> list[str]:
 def _check_names(user: Raw, shipped: Raw) -> None:
     """Refuse a misspelt name of a shipped dataset or plan.
 
-    An entry with a misspelt name looks new, and lacks a key that a new dataset or plan needs.
+    An entry with a misspelt name looks new, and lacks a key that a new dataset or plan needs. Also refuse a plan with
+    the name `MEASURED`.
     """
     if MEASURED in user["plans"]:
         raise UserError(f"configuration: plans.{MEASURED}: `dlscale measure` uses this name; choose another name")
@@ -317,7 +318,8 @@ def resolve_paths(raw: Raw, folder: str | Path) -> Raw:
 def site_settings(site: str | Path | None, profiles: str | Path = "profiles") -> Raw:
     """Return the settings of a profile's site, over which a configuration is merged.
 
-    `site` is the name of a folder in `profiles` with a `site.yaml`, or a path (with a slash).
+    `site` is the name of a folder in `profiles` with a `site.yaml`, or a path (with a slash). The result is empty
+    without a `site`, and for a profile that only has settings of Snakemake.
     """
     if not site:
         return {}
@@ -459,7 +461,7 @@ class _Resolver:
         return ResolvedRun(*owner, self._runs[owner])
 
     def skipped_runs(self, plan: str) -> dict[str, str]:
-        """Return the runs of a plan that this machine does not support, with the requirements that it lacks."""
+        """Return the runs of a plan that this machine does not support, with the requirements that are not met."""
         if plan not in self._skipped_runs:
             self._skipped_runs[plan] = {}  # ends the recursion in a circle of `use`, which `layers` reports
             for name in self.workflow.plans[plan].runs:
@@ -538,7 +540,11 @@ class _Resolver:
         return [*layers, (f"{here}.settings", self._settings(f"{here}.settings", plan.settings))]
 
     def check_settings(self, name: str, plan: Plan, resolved: Mapping[str, ResolvedRun]) -> None:
-        """Refuse a training without averaged gradients, and plan settings that no run uses."""
+        """Refuse a training without averaged gradients, plan settings that no run uses, and misuse of programs.
+
+        Misuse means that a run's stages or settings do not fit its external program, or that a run without a program
+        has `tune.values`.
+        """
         for run, found in resolved.items():
             if "train" in plan.stages(run) and not found.run.averages:
                 raise UserError(

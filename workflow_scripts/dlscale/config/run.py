@@ -125,11 +125,13 @@ class Schedule(Lawful):
 
     kind: Literal["cosine", "linear", "polynomial", "exponential", "step", "constant"] = Field(
         "cosine",
-        description="Form of the schedule. cosine, linear, polynomial (quadratic): fall to end_lr at the last step. "
+        description="Form of the schedule. cosine, linear, polynomial (quadratic): fall to end_lr at the end. "
         "exponential: multiply by gamma per epoch, in equal factors per step. step: multiply by gamma after every "
         "step_epochs epochs, or after the epochs in milestones. constant: keep the learning rate.",
     )
-    warmup_steps: NonNegativeInt = Field(0, description="Steps of the linear warm-up from a learning rate of 0.")
+    warmup_steps: NonNegativeInt = Field(
+        0, description="Steps of the linear warm-up; step 1 has 1/warmup_steps of the rate after the warm-up."
+    )
     warmup_epochs: NonNegativeInt = Field(0, description="Epochs of the linear warm-up; alternative to warmup_steps.")
     end_lr: NonNegativeFloat = Field(0.0, description="Final learning rate of kinds cosine, linear and polynomial.")
     gamma: float = Field(0.1, gt=0, le=1, description="Factor of kinds exponential and step.")
@@ -182,7 +184,9 @@ class Training(Lawful):
         None, description="Optimiser steps; alternative to `epochs`. The last epoch may be shorter."
     )
     checkpoint_epochs: PositiveInt = Field(
-        1, description="Epochs between two checkpoints; training also writes a checkpoint at its end."
+        1,
+        description="Epochs between two checkpoints; training also writes a checkpoint at its end. With on_divergence "
+        "roll_back, training writes a checkpoint after each epoch.",
     )
     stop_after: PositiveInt | None = Field(
         None,
@@ -194,8 +198,9 @@ class Training(Lawful):
         "fail",
         description="Reaction to a loss or gradient of NaN or infinity. fail: the stage fails. stop: the training ends "
         "and the run ranks last; this is the default in plans of kind sweep or convergence. skip: leave out these "
-        "steps; fail if they are more than half of an epoch. roll_back: repeat the epoch from its checkpoint, and skip "
-        "these steps.",
+        "steps. roll_back: repeat the epoch from its checkpoint, and leave out these steps. With skip and roll_back, "
+        "the stage fails if more than half of an epoch's steps are left out, or if the validation loss is NaN or "
+        "infinite.",
     )
     check_replicas: bool = Field(
         False,
@@ -279,7 +284,8 @@ class FSDP(_Several):
     shard: PositiveInt | None = Field(
         None,
         description="Number of neighbouring devices over which one copy of the weights is sharded. Several groups of "
-        "this many devices average gradients with each other (hybrid sharding). Absent: all devices.",
+        "this many devices average gradients with each other (hybrid sharding). Absent: all devices with the same "
+        "weights (all devices / tp).",
     )
     reshard: bool = Field(
         True,
@@ -288,7 +294,8 @@ class FSDP(_Several):
     )
     param_dtype: Literal["fp32", "bf16"] = Field(
         "fp32",
-        description="Number format in which weights are gathered and used. Updates are always computed in float32.",
+        description="Number format in which weights are gathered and used. fp32: the format of the stored weights, in "
+        "which updates are computed (16 bits with a precision that ends with _pure, otherwise float32).",
     )
     reduce_dtype: Literal["fp32", "bf16"] = Field("fp32", description="Number format in which gradients are averaged.")
     cpu_offload: bool = Field(
@@ -339,7 +346,7 @@ class Geometry(Lawful):
     """
 
     nodes: Devices = Field(1, description="Nodes of the run.")
-    gpus_per_node: Devices = Field(1, description="Devices per node; a CPU counts as one device.")
+    gpus_per_node: Devices = Field(1, description="Devices per node; without GPUs, each process counts as a device.")
     tp: Devices = Field(
         1,
         description="Tensor-parallel size: number of devices over which the weights of each layer are sharded. Between "
@@ -358,7 +365,8 @@ class Geometry(Lawful):
     cpus: PositiveInt | None = Field(
         None,
         description="CPUs per device (sbatch --cpus-per-task); a process and its loader workers only run on these "
-        "CPUs. Absent: with Slurm, the node's CPUs divided by the node's devices; without Slurm, all CPUs.",
+        "CPUs. Absent: with Slurm, the node's CPUs divided by the node's GPUs (on nodes without GPUs: data_cpus of the "
+        "scheduler); without Slurm, all CPUs.",
     )
     memory_mb: PositiveInt | None = Field(
         None,
@@ -396,19 +404,20 @@ class Geometry(Lawful):
 class Throughput(Strict):
     """Trials of the throughput stage (as in NERSC's tool benchy), and paired timing with the plan's first run."""
 
-    warmup: Repeats = Field(3, description="Number of warm-up trials, whose times are discarded.")
+    warmup: Repeats = Field(3, description="Minimum number of warm-up trials, whose times are discarded.")
     trials: Annotated[Repeats, Field(ge=1)] = Field(3, description="Number of trials whose times count.")
     batches: Annotated[Repeats, Field(ge=1)] = Field(50, description="Minimum number of batches per trial.")
     seconds: Seconds = Field(
         1.0,
-        description="Minimum duration of a trial, seconds. If the minimum number of batches takes less time, the trial "
-        "has more batches. 0: no minimum.",
+        description="Planned minimum duration of a trial, seconds. If the minimum number of batches takes less time in "
+        "the warm-up, the trial has more batches. 0: no minimum.",
     )
     beside: Seconds = Field(
         30.0,
-        description="Planned duration of the paired timing, seconds: to measure the speed-up, a single-process run and "
-        "the plan's first run are timed alternately. On a busy machine the timing may take up to three times as long. "
-        "0: no paired timing. From 10 on, the first run is also timed against a copy of itself.",
+        description="Planned duration of the paired timing, seconds: to measure the speed-up, a run and the plan's "
+        "first run with the stage throughput are timed alternately, if both have one process. On a busy machine the "
+        "timing may take up to three times as long. 0: no paired timing. From 10 on, the first run is also timed "
+        "against a copy of itself.",
     )
     error: PositiveFloat = Field(
         0.01,
@@ -456,14 +465,14 @@ class Tune(Strict):
     """
 
     workers: list[Workers] = Field(
-        [], description="Numbers of loader workers. Empty: 0, 1, 2, 4, … up to the cores of a process."
+        [], description="Numbers of loader workers. Empty: 0, 1, 2, 4, … up to the number of CPUs of a process."
     )
-    prefetch: list[Few] = Field([2, 4], description="Numbers of batches that the loader prepares in advance.")
+    prefetch: list[Few] = Field([2, 4], description="Values of the loader's key `prefetch`.")
     loaders: list[str] = Field([], description="Kinds of loaders. Empty: the loader of the run.")
     threads: list[Threads] = Field(
         [],
-        description="Numbers of CPU threads per process. Empty: on a CPU, the number of the process's cores and half "
-        "of this number.",
+        description="Numbers of CPU threads per process. Empty: without a GPU, the number of the process's CPUs and "
+        "half of this number; with a GPU, the run's number.",
     )
     batch_size: list[BatchSize] = Field(
         [],
@@ -477,11 +486,13 @@ class Tune(Strict):
         120.0,
         gt=0,
         le=604_800,
-        description="Duration of all measurements, seconds; the duel (see rounds) takes half of this time. Start and "
-        "warm-up take additional time.",
+        description="Duration of all measurements, seconds; the duel (see rounds) takes half of this time, or all of "
+        "this time with at most two combinations. Start and warm-up take additional time.",
     )
     rounds: Annotated[Repeats, Field(ge=3)] = Field(
-        8, description="Rounds of the duel, the final comparison of two combinations; each round measures both."
+        8,
+        description="Rounds of the duel, the final comparison of the best combination with the run's own settings; "
+        "each round measures both.",
     )
 
     @field_validator("loaders")
@@ -536,8 +547,8 @@ class RunCore(Lawful):
     loss_scale: PositiveFloat | None = Field(
         None,
         description="Constant factor of the loss for precision fp16 and fp16_master, such as 128. Absent: the factor "
-        "begins at 65536, is halved after a step whose gradients overflow, and is doubled after 2000 steps. Steps "
-        "whose gradients overflow are left out in both cases.",
+        "begins at 65536, is halved after a step whose gradients overflow, and is doubled after 2000 steps without "
+        "overflow. With either factor, steps whose gradients overflow are left out.",
     )
     keep_norms_fp32: bool = Field(
         False,
@@ -567,7 +578,7 @@ class RunCore(Lawful):
     threads: Threads | None = Field(
         None,
         description="CPU threads per process. Absent: the job's threads divided by the job's processes. On one machine "
-        "without a GPU, as many trainings with this key run in parallel as the cores allow.",
+        "without a GPU, as many trainings with this key and without geometry.cpus run in parallel as the cores allow.",
     )
     geometry: Geometry = Geometry()
     parallel: Parallel = DDP()
@@ -613,7 +624,7 @@ class RunCore(Lawful):
 
     @property
     def cpus(self) -> int | None:
-        """CPUs per process; None if the run does not set them."""
+        """CPUs per process; None without `geometry.cpus`."""
         geometry = self.geometry
         return geometry.cpus and geometry.cpus * geometry.gpus_per_node // self.processes.gpus_per_node
 
@@ -665,7 +676,7 @@ class Run(RunCore):
 
 
 def components(study: str) -> dict[str, Any]:
-    """Return the fields of a run whose types depend on its study."""
+    """Return the fields of a run whose types depend on its study or, for `loader`, on the extensions."""
     brought = registry.study(study)
     loaders = tuple(loader_classes().values())
     loader = Annotated[Union[loaders], Field(discriminator="kind")]  # type: ignore[valid-type]  # noqa: UP007

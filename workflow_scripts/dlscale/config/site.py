@@ -57,17 +57,17 @@ class Limits(Strict):
 
     silent: Annotated[Seconds, Field(ge=5)] = Field(
         25.0,
-        description="Timeout, seconds, without a heartbeat, for a process that another process of its node reports as "
+        description="Timeout, seconds, for the heartbeat of a process that another process of its node reports as "
         "ended or stopped.",
     )
     stuck: Annotated[Seconds, Field(ge=5)] = Field(
         45.0,
-        description="Minimum timeout, seconds, without progress in a loop of steps; also the timeout without a "
-        "heartbeat for a process whose state no other process can observe.",
+        description="Minimum timeout, seconds, for progress in a loop of steps; also the timeout for the heartbeat of "
+        "a process whose state no other process can observe.",
     )
     between: Annotated[Seconds, Field(ge=5)] = Field(
         600.0,
-        description="Timeout, seconds, without progress between epochs, when results and checkpoints are written. "
+        description="Timeout, seconds, for progress between epochs, when results and checkpoints are written. "
         "While data are opened and code is compiled, the timeout is three times as long, at most 30 minutes.",
     )
 
@@ -188,7 +188,11 @@ class Scheduler(Strict):
     account: str | None = Field(None, description="Project that is charged. Absent: $SBATCH_ACCOUNT.")
     cpu_nodes: Nodes = Field(description="Nodes for data stages.")
     gpu_nodes: Nodes = Field(description="Nodes for runs.")
-    data_cpus: PositiveInt = Field(32, description="CPUs per job of a data stage.")
+    data_cpus: PositiveInt = Field(
+        32,
+        description="CPUs per job of a data stage. If gpu_nodes have no GPUs, also the CPUs per process of a run "
+        "without geometry.cpus.",
+    )
     queues: dict[str, Queue] = Field({}, description="Queues, by names of your choice.")
     run_queues: list[str] = Field(
         [],
@@ -244,17 +248,21 @@ class Site(Lawful):
     image: str | None = Field(
         None,
         pattern=r"^[A-Za-z0-9/][A-Za-z0-9._/:@+-]*$",
-        description="Container image of the stages; `snakemake image` builds it (localhost/…) or pulls it.",
+        description="Container image of the stages: a name, or for apptainer and enroot the path of a .sif or .sqsh "
+        "file. `snakemake image` builds an image called localhost/… and pulls an image with another name.",
     )
     build: Build = Build()
     starter: Starter = Field(
-        "auto", description="Launcher of runs with several processes; auto: srun with a scheduler, otherwise torchrun."
+        "auto",
+        description="Launcher of runs with several processes. auto: srun with a scheduler, otherwise torchrun. "
+        "torchrun: dlscale's own launcher, which starts a process per device. direct: no launcher, so only one process "
+        "starts.",
     )
     start: list[Annotated[str, StringConstraints(min_length=1, pattern=r"^[^\n\r]*$")]] = Field(
         [],
         description="Command or options of the starter. mpirun: the command that starts all processes of a run "
-        "(absent: mpirun -n {ranks}). torchrun: the command that starts torchrun on each node of a run on several "
-        "nodes. srun: further options. {ranks}, {ranks_per_node} and {nodes} are replaced by numbers.",
+        "(absent: mpirun -n {ranks}). torchrun: the command that starts the launcher once on each node of a run on "
+        "several nodes. srun: further options. {ranks}, {ranks_per_node} and {nodes} are replaced by numbers.",
     )
     rendezvous: str | None = Field(
         None,
@@ -277,8 +285,9 @@ class Site(Lawful):
     )
     gpu: bool | None = Field(
         None,
-        description="Whether stages run on GPUs. If true, containers get access to the GPUs, and a stage without a "
-        "visible GPU fails. Absent: true if the nodes have GPUs; without a scheduler, true if this machine has GPUs.",
+        description="Whether runs use GPUs. If true, containers of runs get access to the GPUs, and a run without a "
+        "visible GPU fails. Absent: true if the scheduler's gpu_nodes have GPUs; without a scheduler, runs use this "
+        "machine's GPUs, if any.",
     )
     gpu_order: list[NonNegativeInt] | None = Field(
         None,

@@ -210,7 +210,7 @@ class Plan(Lawful):
         return block.runs(self.kind) if block else {}
 
     def parts(self, run: str) -> list[tuple[str, Any]]:
-        """Return the settings that a run changes, in parts; each part comes with the key in the plan that sets it."""
+        """Return the settings that a run changes, as pairs: key of the plan, and settings that this key sets."""
         settings = self.runs[run]
         if self.kind == "sweep":
             return [("sweep.over", settings)]

@@ -1,6 +1,6 @@
 """Record of a stage's software and hardware, and the differences between two records.
 
-`dlscale.cli` writes the record next to the telemetry, as `telemetry/STAGE.json`, at the end of the stage.
+`dlscale.cli` writes the record next to the telemetry, as `telemetry/STAGE.json`, when the stage has succeeded.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Environment(Record):
     python: str
     versions: dict[str, str] = {}  #: Versions of dlscale, torch, CUDA, cuDNN, NCCL, the driver, Triton and DALI.
     gpus: list[Gpu] = []
-    image: dict[str, str] | None = None  #: Engine, name and digest of the container's image.
+    image: dict[str, str] | None = None  #: Engine, name and identity of the container's image.
     git: dict[str, Any] | None = None  #: Commit of dlscale's checkout, and whether it is dirty.
     packages: list[str] = []  #: All installed distributions, as `NAME==VERSION`.
     variables: dict[str, str] = {}  #: Environment variables with secrets redacted.
@@ -118,7 +118,7 @@ def _packages() -> list[str]:
 def git_state() -> dict[str, Any] | None:
     """Return the commit of the checkout that contains this file, and whether it is dirty.
 
-    Return None without a checkout.
+    Return None without a checkout, or without Git. Untracked files do not count.
     """
     # The checkout may belong to another user, so programs in its git configuration must not run.
     off = ["-c", "core.fsmonitor=false", "-c", f"core.hooksPath={os.devnull}"]

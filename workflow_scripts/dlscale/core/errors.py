@@ -15,8 +15,8 @@ class UserError(Exception):
     """
 
     def __init__(self, message: str) -> None:
-        # PyTorch repeats an error of a loader's worker with the worker's traceback as its message. A damaged file may
-        # contain a name of megabytes.
+        # PyTorch puts the traceback of a loader's worker before the message; only the message is kept. Long messages
+        # are cut, because a damaged file may contain a name of megabytes.
         super().__init__(cut(message.rpartition(f"{__name__}.UserError: ")[2].rstrip("\n"), 1_000))
 
 

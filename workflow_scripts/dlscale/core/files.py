@@ -160,7 +160,7 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
 def read_json(path: str | os.PathLike[str]) -> Any:
     """Read a JSON file.
 
-    Raise a `UserError` if it is missing or invalid, or has NaN or infinities.
+    Raise a `UserError` if the file is missing or invalid, or has NaN, infinities or numbers of more than 60 characters.
     """
 
     def finite(number: str) -> Any:

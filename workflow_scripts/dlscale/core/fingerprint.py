@@ -2,7 +2,7 @@
 
 A fingerprint is a parameter of a rule: if a module is edited, exactly the stages that import the module run again.
 Comments, docstrings, formatting, modification times and modules in `GUARDS` do not count. Messages, descriptions of
-settings and modules in `SHOWN` only count for stages that make pages or pictures.
+settings and modules in `SHOWN` only count for pages, the tables of plans, and previews of datasets.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CHECKOUT = ROOT.parents[1] if (ROOT.parents[1] / "Snakefile").is_file() else Non
 TABLES: dict[str, dict[str, str]] = {}
 
 #: Modules that read, write, wait or report and thus do not affect a stage's numbers, each with a description. Their
-#: code is not part of a fingerprint and their imports are not followed, except for `SHOWN` in stages that make pages.
+#: code is not part of a fingerprint and their imports are not followed, except for modules in `SHOWN`.
 GUARDS = {
     # settings and names: the params of a job contain the resolved values
     "dlscale.config.laws": "checks of settings that exclude each other",
@@ -56,7 +56,7 @@ GUARDS = {
     "dlscale.core.urls": "redaction of addresses; the params of a job contain the redacted addresses",
 }
 
-#: Modules of `GUARDS` that count for stages that make pages or pictures, because their texts are in these results.
+#: Modules of `GUARDS` that count for pages, tables of plans and previews, because these results contain their texts.
 SHOWN = {"dlscale.core.text"}
 
 #: Keyword arguments that only contain texts for readers, by name of the function.
@@ -174,7 +174,7 @@ def _code(tree: ast.Module) -> str:
 
 
 class _Unworded(ast.NodeTransformer):
-    """Transformer that empties the strings of exceptions, log messages and descriptions of settings."""
+    """Transformer that empties messages of errors, assertions and logs, and texts for readers (`WORDS`)."""
 
     def visit_Raise(self, node: ast.Raise) -> ast.AST:
         return _Emptied().generic_visit(node)
@@ -219,7 +219,7 @@ def reachable(modules: Iterable[str], whole: bool = False) -> list[str]:
     """Return `modules` and all modules with a known source file (`_file`) that `modules` import.
 
     Imports inside functions count; imports for type checking or by a computed name do not. Modules in `GUARDS` are left
-    out, unless `whole` is true, or the module is in `SHOWN` and a page's module imports it.
+    out, unless `whole` is true, or the module is in `SHOWN` and a module of a page, table or preview imports it.
     """
     seen, todo = set[str](), [*modules]
     while todo:

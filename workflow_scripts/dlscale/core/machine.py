@@ -196,7 +196,7 @@ def _compiler() -> bool:
 
 
 def has_package(need: str) -> bool:
-    """Return whether a requirement's package is installed."""
+    """Return whether a requirement's package is installed; true for a requirement without a package."""
     name = {"dali": "nvidia.dali", "fp8": "torchao"}.get(need, "sys")
     return bool(importlib.util.find_spec(name.partition(".")[0]) and importlib.util.find_spec(name))
 

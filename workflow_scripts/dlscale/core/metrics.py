@@ -26,7 +26,8 @@ class Metric(Record):
     better: Literal["lower", "higher"] = "lower"
     naive: str | None = None  #: Key of the best baseline's value in `Epoch.metrics`; None without a baseline.
     answer: str = ""  #: Description of the best baseline without learning.
-    rival: str = ""  #: Name of a baseline, if this metric is its error and no metric's `naive` is this metric's key.
+    #: Name of a baseline, if this metric is the error of this baseline and no metric names this metric as `naive`.
+    rival: str = ""
     derived: bool = (
         False  #: Whether the metric is computed from other metrics, as a skill is; pages show those metrics instead.
     )
@@ -124,7 +125,8 @@ class Epoch(Record):
     train_metrics: dict[str, Number] = {}
     #: Number of skipped steps, whose loss or gradient was not finite; `train_loss` excludes the samples of these steps.
     skipped: int = 0
-    #: Settings `geometry`, `parallel`, `threads`, `loader`, which affect times; None if they changed within the epoch.
+    #: Settings `geometry`, `parallel`, `threads`, `loader`, which affect times. None if the settings changed within the
+    #: epoch; empty if unknown.
     made_with: dict[str, Any] | None = {}
     untrained: Untrained | None = None  #: Scores before training, in the record of the first epoch; None if unmeasured.
 

@@ -56,8 +56,8 @@ VARIABLES = (
     ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),  # srun
 )
 
-#: Environment variable with the path of the file by which the ranks of a node find each other, in a folder that only
-#: the user may write to.
+#: Environment variable with the path of the file by which the ranks of a run on one node find each other, in a folder
+#: that only the user may write to.
 MEET = "DLSCALE_MEET"
 
 
@@ -78,7 +78,7 @@ class Ranks(NamedTuple):
 
 
 def ranks() -> Ranks:
-    """Return rank and size from the launcher's environment variables.
+    """Return rank, size and local rank from the launcher's environment variables.
 
     Without these variables, return rank 0 of 1 process. PyTorch is not needed.
     """

@@ -40,7 +40,7 @@ class StageStatus(Record):
     done: int = 0
     total: int | None = None  #: Final value of `done`; None if unknown.
     unit: Annotated[str, AfterValidator(lambda text: shorten(text, 40))] = ""
-    left: float | None = None  #: Estimated time to the end, s.
+    left: float | None = None  #: Estimated time until `done` reaches `total`, s.
     values: dict[str, float] = {}  #: Additional numbers by name, such as loss and samples/s.
     host: str = Field(default_factory=socket.gethostname)
     place: str = Field(default_factory=lambda: place())  #: Scope of `pid`: host and, on Linux, PID namespace.
@@ -99,7 +99,7 @@ class Progress:
         self.what, self.total, self.unit, self.values, self.part = what, total, unit, values, part
         self.done = self._shown = 0  # count, and the count in the last log line
         self._start = self._last = time.monotonic()
-        self._first: tuple[float, int] | None = None  # time and count at the first update of this process
+        self._first: tuple[float, int] | None = None  # time and count at the first update of this counter
 
     def update(self, done: int, total: int | None = None) -> None:
         Progress.updates += 1
@@ -207,8 +207,8 @@ def jobs(results: Path, since: float) -> list[Job]:
 def lines(done: Iterable[Job], since: float, until: float, cores: int | None = None, busy: float = 0.0) -> list[str]:
     """Return the lines of a table of job times by rule, longest time first; an empty list without jobs.
 
-    `since` and `until` are seconds since 1970-01-01 UTC. `cores` is the number of cores (None if unknown), and `busy`
-    is the processor time, s, of this call's processes on these cores.
+    `since` and `until` are seconds since 1970-01-01 UTC. `cores` is the number of cores that Snakemake may use (None if
+    unknown), and `busy` is the processor time, s, of this call's processes on these cores.
     """
     rules: dict[str, list[Job]] = {}
     for job in done:

@@ -23,10 +23,12 @@ REHEARSAL = "self-test"
 #: Kind of work: everything else, such as opening data and compiling code.
 OPENING = "opening"
 
-#: Range in which a process waits for a checkpoint, which threads of all processes write together.
+#: Part in which a process waits for a checkpoint, which threads of all processes write together.
 SAVING = "checkpoint"
 
-FIRST = 16  #: Number of ranges at the start that count as `OPENING`, because they set up devices, libraries and files.
+#: Number of ranges at the start of a process that count as `OPENING` instead of `STEPS`, because they set up devices,
+#: libraries and files.
+FIRST = 16
 
 #: Function that returns the context of a range, given the range's name.
 Marker = Callable[[str], AbstractContextManager[object]]

@@ -1,4 +1,4 @@
-"""Base class of records, the JSON files that stages write, and types of their values."""
+"""Base class of records, which stages write as JSON, and types of the values in records."""
 
 from __future__ import annotations
 

@@ -54,7 +54,8 @@ _IS_OPTION = r"(?:--[A-Za-z]|(?-i:-[A-Za-z][a-z_-]*)(?:[=\s\"']|\Z))"
 _LOGIN = re.compile(
     r"(?<![^\s\"'])(-u\s*[\"']?|--(?:proxy-)?user[=\s]\s*[\"']?)([^\s:/]+:[^\s/\"'][^\s\"']*)", re.IGNORECASE
 )
-#: Marker, or name with the quote or the dashes before the name. `start` matches only at the start of a text.
+#: Marker, or name with the quote, the dashes or the word `setenv` before the name. `start` matches only at the start of
+#: a text.
 _NAMED = re.compile(
     rf"{MARKER.pattern}|(?P<start>\A[+~]{{0,2}})?(?P<quote>\\{{0,9}}[\"'])?"
     r"(?P<option>(?<![^\s\"'])-{1,2}|\bsetenv\s+|(?=\bbearer\s))?(?P<name>(?<!\w)\w[\w.-]*+)",
@@ -70,7 +71,8 @@ _VALUE = (
     rf"|(?:\s+(?:\|\s+None\s+)?(?:[+=%]|or)\s+)(?:{_STRING})?+)*+"
 )
 #: A secret's name with its value: the rest of the text or string after `NAME=` or `NAME:`; the next string, if only
-#: punctuation is between; the next value after `=`, `:` (in a header `a=b; c=d`) or `<<<`; the word after an option.
+#: punctuation is between; the next value after `=`, `:` or `<<<` (all values of a header `NAME: a=b; c=d`); the word
+#: after an option.
 _SECRET = re.compile(
     rf"""(?:{_NAMED.pattern})(?:
     (?(start)(?:=|:\s*){_SCHEME}(?P<rest>.+)|(?!))

@@ -261,7 +261,8 @@ def kind(name: str) -> Any:
     return known[name]
 
 
-#: Role → functions by which the module of an outside kind defines the role; for all other roles, this is `acquire`.
+#: Role → functions by which the module of an outside kind defines the role. The function `acquire` defines all other
+#: roles.
 ROLES = {
     "source": ("open_source",),
     "samples": ("open_samples",),
@@ -293,8 +294,11 @@ def module_of(name: str, role: str) -> str | None:
 def table(name: str, taken: Iterable[str] = ()) -> dict[str, Any]:
     """Return the rows of all extensions' tables called `name`; refuse repeated keys, and keys in `taken` (the core's).
 
-    Rows of `COMMANDS` and `STAGES` are objects (`dlscale.core.stage`); rows of other tables are full names:
+    Rows of `COMMANDS` and `STAGES` are objects (`dlscale.core.stage`), and rows of `LOADERS` are `LoaderPlace`. `HOOKS`
+    has a module as key and an environment variable as row (see `hooks`). Rows of other tables are full names:
 
+    - `STUDIES`: module of a study.
+    - `KINDS`: package of a kind of dataset.
     - `PROGRAM_STAGES`: module of a stage for external programs.
     - `CAUSES`: function that finds what slows a run (`dlscale.report.causes`).
     - `SECTIONS`: function with the arguments (`PlanResult`, `dlscale.report.sections.Page`), which returns a `Section`
@@ -338,7 +342,7 @@ def page_modules() -> list[str]:
 
 
 def provided(name: str, default: Any) -> Any:
-    """Return the object that an extension lists as `name` in its table `PROVIDES`; `default` without an extension."""
+    """Return the object that an extension lists as `name` in its table `PROVIDES`; `default` if no extension does."""
     found = table("PROVIDES").get(name)
     return named(found) if found else default
 

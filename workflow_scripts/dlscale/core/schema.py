@@ -55,7 +55,7 @@ Repeats = Annotated[int, Field(ge=0, le=100_000)]
 Whole = Annotated[int, Field(ge=-(2**53), le=2**53)]
 #: Value of a placeholder in a command.
 Value = bool | Whole | Number | str | list[bool | Whole | Number | str]
-#: Largest seed that PyTorch accepts.
+#: Largest seed: the largest signed integer of 64 bits.
 MAX_SEED = 2**63 - 1
 Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
 

@@ -127,7 +127,7 @@ def _expanded(node: yaml.Node, sizes: dict[yaml.Node, int]) -> int:
 
 
 class StringLoader(YamlLoader):
-    """`YamlLoader` with all values as strings, as in Snakemake's `--config`."""
+    """`YamlLoader` that reads numbers, booleans and null as strings, as in Snakemake's `--config`."""
 
     yaml_implicit_resolvers: ClassVar = {}  # type: ignore[misc]
 
@@ -155,7 +155,7 @@ def read_yaml(path: str | Path, linked: bool = True) -> Raw:
 def load_yaml(text: str, where: str, loader: type[YamlLoader] = YamlLoader) -> Any:
     """Return the value of a YAML text.
 
-    Raise a `UserError` with the line of a mistake.
+    Raise a `UserError` for a mistake, with the line if it is known.
     """
     try:
         # libyaml's composer calls itself for each level of lists and mappings: 100,000 levels would overflow the stack.
@@ -172,7 +172,7 @@ def load_yaml(text: str, where: str, loader: type[YamlLoader] = YamlLoader) -> A
 
 
 def typed(word: str) -> tuple[str, Any]:
-    """Return key and value of KEY=VALUE; numbers stay strings, as in Snakemake's `--config`."""
+    """Return key and value of KEY=VALUE; numbers, booleans and null stay strings, as in Snakemake's `--config`."""
     key, equals, text = word.partition("=")
     if not (key and equals):
         raise UserError(f"{word}: expected KEY=VALUE, such as results=results")

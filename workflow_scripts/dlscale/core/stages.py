@@ -35,7 +35,7 @@ def throughput_seconds(run: Any) -> float:
 
 
 def turns_seconds(run: Any) -> float:
-    """Return the time of a run's paired timing on an idle machine, s; 0 for a run of several processes."""
+    """Return the planned time of a run's paired timing, s; 0 for a run of several processes."""
     return float(run.throughput.beside) if run.processes.world_size == 1 else 0.0
 
 
@@ -51,7 +51,11 @@ RUN_OPTIONS = (
     path("--manifest", "manifest.json of the run's dataset"),
     option("--device", "device that computes", False, choices=("auto", "cpu", "cuda"), default="auto"),
     option("--threads", "CPU threads per node, divided among the node's processes", False, type=int, metavar="N"),
-    path("--telemetry", "CSV file for telemetry of the node, one row per second", required=False),
+    path(
+        "--telemetry",
+        "CSV file for telemetry of the first node, one row per second; further nodes write NAME.nodeN.csv next to it",
+        required=False,
+    ),
     _RECORD,
 )
 
@@ -62,7 +66,12 @@ STAGES: dict[str, Stage] = {
         "image",
         (
             option("--engine", "container engine", metavar="NAME"),
-            option("--image", "name of the image; localhost/... is built, other names are pulled", metavar="NAME"),
+            option(
+                "--image",
+                "name of the image (localhost/... is built, other names are pulled); for apptainer and enroot, an "
+                "existing image file",
+                metavar="NAME",
+            ),
             option("--target", "build target in docker/Dockerfile", False, default="cpu", choices=("cpu", "gpu")),
             option("--build-arg", "argument of the build", False, action="append", default=[], metavar="NAME=VALUE"),
         ),
@@ -145,12 +154,14 @@ STAGES: dict[str, Stage] = {
     ),
     "throughput": Stage(
         "dlscale.measure.throughput",
-        "Measure a run's throughput (samples/s) in loading, computing and training.",
+        "Measure a run's throughput (samples/s) in loading, computing and training; for a program, only in training.",
         "run",
         (
-            path("--beside", "config.yaml or JSON of the plan's first run, for paired timing", required=False),
+            path("--beside", "config.yaml or JSON of the plan's first timed run, for paired timing", required=False),
             path(
-                "--beside-manifest", "manifest.json of the first run's dataset, if the datasets differ", required=False
+                "--beside-manifest",
+                "manifest.json of the first timed run's dataset, if the datasets differ",
+                required=False,
             ),
             path("--out", "JSON file to write"),
             START,

@@ -1,6 +1,7 @@
 """Write and read `telemetry/STAGE.csv`: a node's activity during a stage of a run.
 
-The file has a row per second. Only the standard library is imported, to keep the sampling process small.
+The file has a row per second. This module imports only the standard library and small modules of dlscale, to keep the
+sampling process small.
 """
 
 from __future__ import annotations
@@ -279,7 +280,7 @@ def sampled(path: Path, root: int, ranks: int, gpus: int) -> Iterator[None]:
 
 
 def show(file: Path) -> None:
-    """Read a telemetry file, and write means, energy and throttled time as TensorBoard events of the run.
+    """Read a telemetry file, and write means, duration, energy and throttled time as TensorBoard events of the run.
 
     Write nothing for a file outside a folder `telemetry`, or a missing file.
     """

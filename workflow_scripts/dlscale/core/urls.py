@@ -1,7 +1,8 @@
 """Redact addresses, and pass the full addresses to the stage that fetches.
 
 Addresses are redacted when a configuration is read, so that pages, records, command lines and params contain no
-secrets. Only the environment of the stage `acquire` has the full addresses.
+secrets. Of all stages, only stages that fetch files or start a program with secrets get the full addresses, in their
+environment.
 """
 
 from __future__ import annotations
@@ -113,7 +114,10 @@ def hide(settings: Any, where: str, secrets: dict[str, str] | None = None) -> An
 
 
 def publish(secrets: Mapping[str, str]) -> None:
-    """Put full addresses and secrets into the environment of the stages that this process starts."""
+    """Put full addresses and secrets into the environment of this process.
+
+    The command of a stage that needs no secrets unsets `VARIABLE` again.
+    """
     os.environ.pop(VARIABLE, None)
     text = json.dumps(secrets)
     if len(text) > 100_000:  # Linux starts no process if a variable has more than 131,072 bytes

@@ -1,7 +1,7 @@
 """Stage `acquire`: make one raw file in a dataset's `source/` folder.
 
-The file is simulated, downloaded, or read from a store. Downloads resume where they stopped. A downloaded file gets its
-final name only after its digest was checked.
+The file is simulated, downloaded, or read from a store. Downloads resume where they stopped, if the server allows this.
+A downloaded file gets its final name only when it is complete and has the expected digest, if any.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ def download(
     backoff_s: float = 1.0,
     progress: Callable[[int, int | None], None] = lambda done, total: None,
 ) -> str:
-    """Download `url` to the file `destination`, which appears atomically; check and return the file's SHA-256.
+    """Download `url` to the file `destination`, which appears atomically; return the file's SHA-256.
+
+    If `sha256` is given, refuse a file with another digest.
 
     Received bytes stay in `.NAME.download`, so that a later attempt or call requests only the rest. The download begins
     anew if the remote file has changed, or if the server sends neither ETag nor Last-Modified. Messages and logs redact

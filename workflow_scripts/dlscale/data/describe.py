@@ -126,7 +126,7 @@ def check_alike(path: Path, field: Field, first: Field) -> None:
 
 
 def check_disjoint(manifest: Manifest) -> None:
-    """Refuse a file that is in two splits, under the same or different names."""
+    """Refuse a file that is in two splits, also under different names if the digests are of the files' content."""
     seen: dict[str, str] = {}
     for split, files in manifest.splits.items():
         for file in files:

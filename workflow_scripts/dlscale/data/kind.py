@@ -17,7 +17,8 @@ the module that the method `acquirer` returns
     `complete(dataset, manifest, stats, name) -> Manifest` adds to a manifest and may refuse the data. This function may
     write files into the folder `stats`, which is later moved next to the manifest and gets the name `name`.
 `preview`
-    `preview(manifest)` yields `dlscale.data.preview.Panel`s. Without this function, the first rows are drawn.
+    `preview(manifest)` yields `dlscale.data.preview.Panel`s. Without this function, the first rows or the middle plane
+    of a volume are drawn.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class Outline:
 
 
 def is_url(origin: str) -> bool:
-    """Return whether `origin` is fetched over the network."""
+    """Return whether `origin` is an HTTP address; without an acquirer, such a file is fetched."""
     return urlsplit(origin).scheme in ("http", "https")
 
 
@@ -179,7 +180,8 @@ class DatasetKind(ABC):
         """Return a digest of the current state of a raw file's origin; None if the state is unknown.
 
         The file is acquired again when this digest changes. `made` is the path of the acquired file. If the origin is
-        missing, a kind may return the digest that the acquired file contains.
+        missing, a kind may return the digest that the acquired file contains. For a kind without this method, the
+        workflow compares the size and modification time (`stamp`) of a user's file.
         """
         return None
 

@@ -93,7 +93,8 @@ def write_piece(source: Source, out: Path, start: int, stop: int, block: int, la
 def assemble(dataset: DatasetSettings, paths: Sequence[str | Path], out: str | Path) -> None:
     """Join the pieces of a part, given in order, into the part's file, with the type and layout in `storage`."""
     pieces = [store.open_file(path) for path in paths]
-    # HDF5's chunk cache (by default 8 MB per dataset) is off, because each chunk is written once and completely.
+    # HDF5's chunk cache (by default 8 MB per dataset) is off, because most chunks are written once and completely. A
+    # chunk is written in parts if two pieces share the chunk, or if a block (see `_join`) is smaller than the chunk.
     with atomic_write(out) as temporary, h5py.File(temporary, "w", rdcc_nbytes=0) as file:
         for name in pieces[0].attrs["fields"]:
             _join(dataset, [piece[name] for piece in pieces], file, str(out))
@@ -126,8 +127,8 @@ def _join(dataset: DatasetSettings, pieces: list[h5py.Dataset], file: h5py.File,
     target.attrs["moments"] = moments.to_json()
     offset_c, scale_c = (field.per_channel(values) for values in (moments.mean, scale))
     axes = tuple(axis for axis in range(len(field.shape)) if axis != field.channel_axis)
-    # A block needs memory for its values, scaled values and errors. If a block is larger than a chunk, it ends at the
-    # end of a chunk, so that each chunk is written once.
+    # A block needs memory for its values, scaled values and errors. A block that is larger than a chunk has a multiple
+    # of the chunk's rows, so that most chunks are written once.
     block = max(1, store.MEMORY // (4 * 4 * int(np.prod(field.shape)) // field.rows))
     rows_of_chunk = store.channels_first(target, target.chunks)[field.row_axis] if target.chunks else 1
     block -= block % rows_of_chunk if block > rows_of_chunk else 0

@@ -110,7 +110,10 @@ def first_rows(manifest: Manifest) -> Iterator[Panel]:
 
 
 def mosaic(images: np.ndarray) -> np.ndarray:
-    """Lay the first STRIP^2 images [N, H, W, ...] side by side: [STRIP * H, STRIP * W, ...]; fewer form one row."""
+    """Lay the first STRIP^2 images [N, H, W, ...] side by side: [STRIP * H, STRIP * W, ...].
+
+    Fewer images form one row.
+    """
     down, across = (STRIP, STRIP) if len(images) >= STRIP**2 else (1, len(images))
     bands = [np.concatenate(list(images[row * across : (row + 1) * across]), axis=1) for row in range(down)]
     return np.concatenate(bands)

@@ -1,6 +1,7 @@
 """Samples of a split, as loaders read them.
 
-`Samples.read` returns one sample, and every loader must deliver the same values. Subclasses allow faster loaders:
+`Samples.read` returns one sample, and all loaders that read data must deliver the same values (except for rounding in
+`CroppedImages`). Subclasses allow faster loaders:
 `GridSamples` return the positions of boxes and the formula that decodes them, `WritingSamples` write themselves into a
 batch, and `CroppedImages` return windows of images.
 

@@ -5,8 +5,9 @@ while the node's other processes wait. Each reader holds a shared lock on the co
 memory; a copy on a disk stays until another copy needs the space. A file is copied again if the copy's size or
 modification time differs from the original's.
 
-A damaged file may keep its size and time. Therefore stages read each file once, to compare its SHA-256 with the
-manifest. A record next to the manifest has the digest, size and times of each verified file.
+A damaged file may keep its size and time. Therefore, if the manifest has the SHA-256 of a file's bytes, a stage reads
+the file once and compares the digests. A record next to the manifest has the digest, size and times of each verified
+file.
 """
 
 from __future__ import annotations

@@ -182,8 +182,8 @@ def check_values(values: h5py.Dataset) -> None:
     Raises
     ------
     UserError
-        A filter is missing, a part is unwritten, or a number in an attribute of `PLAIN` or `MARKS`, in any spelling,
-        packs values or marks missing values.
+        A filter is missing, a part is unwritten, the attribute `_Unsigned` contradicts the type, or an attribute of
+        `PLAIN` or `MARKS`, in any spelling, packs values or marks missing values.
     """
     check_filters(values)
     where = f"{values.file.filename}: '{values.name.strip('/')}'"
@@ -288,9 +288,9 @@ def create(
 
 
 def write(target: h5py.Dataset, where: tuple[slice, ...], values: np.ndarray) -> None:
-    """Write `values` [C, D, H, W] or [T, C, H, W] to the slices `where` of `target`, in the stored order of axes.
+    """Write `values` to the slices `where` of `target`, in the stored order of axes.
 
-    `where` has the same axes as `values`.
+    `values` and `where` have the axes of the field, such as [C, D, H, W], [T, C, H, W] or [N].
     """
     order = stored_order(target)
     target[tuple(where[axis] for axis in order)] = values.transpose(order)
@@ -349,7 +349,7 @@ class Reader:
         return next(iter(self.chunks.values()), None) if self.dataset.chunks is None else None
 
     def stored(self, index: tuple[slice, ...]) -> np.ndarray:
-        """Return the selected values as stored, [C, D, H, W] or [T, C, H, W], read by the HDF5 library.
+        """Return the selected values with their stored type and scaling, channels first, read by the HDF5 library.
 
         Axes without a slice are read completely. Raise `UserError` for damaged values.
         """
@@ -380,7 +380,7 @@ class Reader:
             np.copyto(out[tuple(target)], self.chunks[corner][tuple(source)])
 
     def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
-        """Return the selected values as a new array: integers, or float32 without the stored scaling.
+        """Return the selected values as a new array: integers, or float32 after the stored scaling is undone.
 
         `index` has only slices, so the result keeps all axes.
         """

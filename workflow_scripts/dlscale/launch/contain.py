@@ -61,7 +61,10 @@ def name() -> str:
 
 
 def main(command: list[str]) -> int:
-    """Run `command` (engine and arguments) to its end, and return the container's exit status."""
+    """Run a container to its end, and return its exit status; for Apptainer and enroot, become the container.
+
+    `command` has options `--env=NAME` for further variables (Apptainer and enroot), the engine, and its arguments.
+    """
     named = list(itertools.takewhile(lambda word: word.startswith("--env="), command))
     command = command[len(named) :]
     if command[0] in ("apptainer", "enroot"):  # no daemon and no container names: this process becomes the container

@@ -27,8 +27,8 @@ MAKE_FILE = {
 def identity(engine: str, image: str) -> str | None:
     """Return the identity of an image's content; None without an engine, or if the image is missing.
 
-    For podman and docker, the identity is the digest of the image's configuration. For Shifter, it is the gateway's
-    identifier. For Apptainer and enroot, it is the SHA-256 of the file.
+    For podman, docker and podman-hpc, the identity is the digest of the image's configuration; podman-hpc's image must
+    be migrated. For Shifter, it is the gateway's identifier. For Apptainer and enroot, it is the SHA-256 of the file.
     """
     if engine == "none" or not image:
         return None
@@ -69,7 +69,10 @@ def file_remedy(engine: str, image: str) -> str:
 
 
 def main(args: argparse.Namespace) -> None:
-    """Build or pull `args.image` for `args.engine`, and migrate it for podman-hpc."""
+    """Build or pull `args.image` for `args.engine`, and migrate it for podman-hpc.
+
+    For Apptainer and enroot, only check that the image file exists.
+    """
     engine, image = args.engine, args.image
     if engine == "none" or not image:
         raise UserError("site: no container engine, or no image; set site.engine and site.image, or name a profile")

@@ -198,10 +198,11 @@ def check(site: Site, geometry: Geometry, where: str = "") -> None:
 def container_command(
     site: Site, place: ContainerMounts, gpu: bool, guest: Guest | None = None, writes: bool = True
 ) -> list[str]:
-    """Return the arguments that run the command after them in a container, or, without an engine, set its environment.
+    """Return the arguments that run the command after them in a container.
 
-    `guest` is the command that the container runs, if it is not dlscale. Unless the command `writes` to the working
-    folder, the container can change only the results.
+    Without an engine, the arguments only set the environment of the command. `guest` describes a command other than
+    dlscale. Unless the command `writes` to the working folder, a container cannot change this folder (not with
+    Shifter).
     """
     gpu, image = gpu and bool(site.gpu), site.image or ""
     if site.engine == "none":

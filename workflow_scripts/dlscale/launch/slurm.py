@@ -30,7 +30,7 @@ WORDS = {
 }
 #: Longest pause between two queries for jobs of an earlier call.
 LONGEST_PAUSE_SECONDS = 300.0
-#: Names of all resources of a request.
+#: Names of the resources of a request, without the counters of submitted jobs (`counter`).
 RESOURCES = (*WORDS, "slurm_extra", "mpi")
 
 
@@ -138,7 +138,8 @@ def part(scheduler: Scheduler, geometry: Geometry | None, queue: Queue, asked: R
 def cpus_per_task(scheduler: Scheduler, geometry: Geometry) -> int:
     """Return the CPUs per device of a run.
 
-    Without `geometry.cpus`, return a GPU's fraction of the node's CPUs, or `data_cpus` if the nodes have no GPUs.
+    Without `geometry.cpus`, return a GPU's fraction of the node's CPUs. If the nodes have no GPUs, return `data_cpus`,
+    but at most the node's CPUs.
     """
     nodes = scheduler.gpu_nodes
     if geometry.cpus:

@@ -28,16 +28,18 @@ class TorchLoader(Reading):
     """PyTorch's DataLoader with worker processes, as in NERSC's tutorials."""
 
     kind: Literal["torch"]
-    workers: Workers = Field(2, description="Number of loader processes; 0: the training process loads the data.")
+    workers: Workers = Field(
+        2, description="Loader processes per training process; 0: the training process loads the data."
+    )
     prefetch: Few = Field(2, description="Batches that each worker keeps ready.")
     pin_memory: bool = Field(True, description="Use page-locked host memory for copies to a GPU; no effect on a CPU.")
 
 
 class DirectLoader(Reading):
-    """Threads that read mapped files into reused buffers; a GPU transforms and decodes the values."""
+    """Threads that read mapped files into reused buffers; with a GPU, the GPU decodes the values."""
 
     kind: Literal["direct"]
-    workers: Workers = Field(2, description="Number of threads; 0: the training thread loads the data.")
+    workers: Workers = Field(2, description="Threads per training process; 0: the training thread loads the data.")
     prefetch: Few = Field(2, description="Batches that the loader keeps ready.")
     resident: Literal["auto", "always", "never"] = Field(
         "auto",
@@ -47,7 +49,10 @@ class DirectLoader(Reading):
 
 
 class SyntheticLoader(Strict):
-    """One batch of random numbers on the device, delivered again and again; no data are read."""
+    """One batch of random numbers on the device, delivered again and again.
+
+    If the study has its own `collate`, the batch is the first batch of the data instead. No other data are read.
+    """
 
     kind: Literal["synthetic"]
 

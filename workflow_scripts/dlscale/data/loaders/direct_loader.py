@@ -348,7 +348,9 @@ def threads(count: int, device: torch.device) -> ThreadPoolExecutor:
 
 
 def becomes_resident(setting: str, needed: int, device: torch.device) -> bool:
-    """Return whether data of `needed` bytes are kept on the device; `auto` decides by size and logs it.
+    """Return whether data of `needed` bytes are kept on the device.
+
+    On a GPU, `auto` decides by size and logs the decision; on a CPU, `auto` means never.
 
     Memory that other processes use counts as free. Otherwise only one run of a paired timing might have resident data.
     """

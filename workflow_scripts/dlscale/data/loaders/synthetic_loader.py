@@ -1,4 +1,4 @@
-"""Loader `synthetic`: one batch of random numbers on the device, delivered again and again.
+"""Loader `synthetic`: one batch on the device, usually of random numbers, delivered again and again.
 
 No other loader can be faster.
 """

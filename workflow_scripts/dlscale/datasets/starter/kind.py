@@ -11,8 +11,8 @@ from dlscale.config.dataset import SPLITS, DatasetSettings, Path, refuse_changed
 from dlscale.core.schema import Extent, NonNegativeInt, PositiveInt, Seed, Strict
 from dlscale.data.kind import DatasetKind, Outline, Paired, Part, file_name
 
-#: Suffixes of the files that arrays are read from.
 HDF5 = (".h5", ".hdf5")
+#: Suffixes of all files that arrays are read from.
 SUFFIXES = (".npy", ".npz", *HDF5)
 
 
@@ -38,7 +38,7 @@ class Array(Strict):
     array: str | None = Field(
         None, min_length=1, description="Name of the array in .npz and HDF5 files. Absent: `input` or `target`."
     )
-    channels: list[str] = Field([], description="Names of the channels (default: numbers).")
+    channels: list[str] = Field([], description="Names of the channels. Absent: `input` or `target`, with numbers.")
     channel_axis: Literal["none", "first", "last", "new"] | None = Field(
         None,
         description="Channel axis of a sample. none: no channels. first, last: position of the channel axis in a "

@@ -35,7 +35,10 @@ class StarterCNNLoss(Strict):
 
 
 class StarterCNNMetrics(Metrics):
-    """RMSE, and RMSE of the better baseline without learning: the training targets' mean, or the input."""
+    """RMSE, and RMSE of the better baseline without learning: the training targets' mean, or the input.
+
+    The input counts only if it has the shape of the target.
+    """
 
     def __init__(self, target: FieldInfo, device: torch.device) -> None:
         import torch
