@@ -61,14 +61,15 @@ _NAMED = re.compile(
     r"(?P<option>(?<![^\s\"'])-{1,2}|\bsetenv\s+|(?=\bbearer\s))?(?P<name>(?<!\w)\w[\w.-]*+)",
     re.IGNORECASE,
 )
-_STRING = "|".join(rf"\\*{quote}(?:[^{quote}\\]|\\+[^{quote}\\])*+(?:\\*{quote}|\\*\Z)" for quote in "\"'")
-_BRACKETS = rf"[(\[{{](?:{_STRING}|\\+(?:[^\"'\\]|\Z)INNER|[^\"'\\)\]}}])*+(?:[)\]}}]|\Z)"
+# Atomic groups, because possessive quantifiers of groups are wrong before Python 3.11.5 (gh-106052).
+_STRING = "|".join(rf"\\*{quote}(?>(?:[^{quote}\\]|\\+[^{quote}\\])*)(?:\\*{quote}|\\*\Z)" for quote in "\"'")
+_BRACKETS = rf"[(\[{{](?>(?:{_STRING}|\\+(?:[^\"'\\]|\Z)INNER|[^\"'\\)\]}}])*)(?:[)\]}}]|\Z)"
 #: Value without spaces, except in strings, brackets and expressions: `f(a, b)`, `"a" + "b"`. A quote before a
 #: space closes an earlier quote.
 _VALUE = (
-    rf"(?:{_STRING})?+(?:(?!\\*[\"'](?:[\s)\]}},;:&|]|\Z))(?:{_STRING})|\\+(?:[^\"'\\]|\Z)"
+    rf"(?>(?:{_STRING})?)(?>(?:(?!\\*[\"'](?:[\s)\]}},;:&|]|\Z))(?:{_STRING})|\\+(?:[^\"'\\]|\Z)"
     rf"|{_BRACKETS.replace('INNER', '|' + _BRACKETS.replace('INNER', ''))}|[^\s\"'\\(\[{{&;]"
-    rf"|(?:\s+(?:\|\s+None\s+)?(?:[+=%]|or)\s+)(?:{_STRING})?+)*+"
+    rf"|(?:\s+(?:\|\s+None\s+)?(?:[+=%]|or)\s+)(?>(?:{_STRING})?))*)"
 )
 #: A secret's name with its value: the rest of the text or string after `NAME=` or `NAME:`; the next string, if only
 #: punctuation is between; the next value after `=`, `:` or `<<<` (all values of a header `NAME: a=b; c=d`); the word
@@ -76,15 +77,15 @@ _VALUE = (
 _SECRET = re.compile(
     rf"""(?:{_NAMED.pattern})(?:
     (?(start)(?:=|:\s*){_SCHEME}(?P<rest>.+)|(?!))
-    |(?(quote)\s*[=:]\s*{_SCHEME}(?P<quoted>(?:(?!(?P=quote))(?:\\+[^\\]|[^\\]))++)|(?!))
-    |(?:\\*["'])?+(?:\[[^\[\]]{{0,99}}\](?=\s*=))?+(?:
-        (?:(?![=:]\s*[\[({{]|{MARKER.pattern})[^\w;&|"'\\]|\\\s|or(?=\s))*+(?<![)\]}}])(?:[bfru]{{1,2}}(?=["']))?(?:
-            (?P<mark>\\*(?:\"""|\'\'\'|["'])){_SCHEME}(?P<string>(?:(?!(?P=mark))(?:\\+[^\\]|[^\\]))*+)
+    |(?(quote)\s*[=:]\s*{_SCHEME}(?P<quoted>(?>(?:(?!(?P=quote))(?:\\+[^\\]|[^\\]))+))|(?!))
+    |(?>(?:\\*["'])?)(?>(?:\[[^\[\]]{{0,99}}\](?=\s*=))?)(?:
+        (?>(?:(?![=:]\s*[\[({{]|{MARKER.pattern})[^\w;&|"'\\]|\\\s|or(?=\s))*)(?<![)\]}}])(?:[bfru]{{1,2}}(?=["']))?(?:
+            (?P<mark>\\*(?:\"""|\'\'\'|["'])){_SCHEME}(?P<string>(?>(?:(?!(?P=mark))(?:\\+[^\\]|[^\\]))*))
             (?:(?P=mark)|\\*\Z)(?![^\s)\]}},;:&|]|\s+(?:[+=%]|or)\s)
             |(?=\\*["']|{MARKER.pattern})(?P<strings>{_VALUE}))
-        |[)\]}}\s]*+(?:(?P<header>:\s*(?={_SCHEME}[\w.-]+=))|[+?!]?[=:]+>?|<<<)(?:\s|\\\s)*+{_SCHEME}
-            (?P<words>{_VALUE}(?(header)(?:;?\s+[\w.-]+={_VALUE})*+))
-        |(?(option)(?:\s|\\\s)++(?!{_IS_OPTION}|[&;|]){_SCHEME}(?P<word>{_VALUE})|(?!))))""",
+        |[)\]}}\s]*+(?:(?P<header>:\s*(?={_SCHEME}[\w.-]+=))|[+?!]?[=:]+>?|<<<)(?>(?:\s|\\\s)*){_SCHEME}
+            (?P<words>{_VALUE}(?(header)(?>(?:;?\s+[\w.-]+={_VALUE})*)))
+        |(?(option)(?>(?:\s|\\\s)+)(?!{_IS_OPTION}|[&;|]){_SCHEME}(?P<word>{_VALUE})|(?!))))""",
     re.IGNORECASE | re.VERBOSE | re.DOTALL,
 )
 #: Pattern of secrets that have a known form, such as GitHub's access tokens.

@@ -47,13 +47,13 @@ COMMANDS = {
             option(
                 "--machine",
                 "name of a machine, or YAML file that describes its links (default: machine of the measured device); "
-                "ignored with --model",
+                "not with --model",
                 False,
             ),
             option("--per-node", "devices used per node (default: all)", False, type=int, metavar="N"),
             option(
                 "--storage",
-                "samples/s that the storage delivers to all devices; ignored with --model",
+                "samples/s that the storage delivers to all devices; not with --model",
                 False,
                 type=float,
                 metavar="RATE",

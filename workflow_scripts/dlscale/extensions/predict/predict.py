@@ -301,6 +301,8 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
             if value is not None and not 0 < value <= MAX_VALUE:
                 got = shorten(str(value), 20)
                 raise UserError(f"--{flag.replace('_', '-')}: got {got}; expected more than 0, at most {MAX_VALUE:.0e}")
+    if args.model and (args.machine or args.storage):
+        raise UserError("--machine and --storage are for measured runs; the file of --model names its machine")
     if args.model:
         measured = unmeasured(analytic.read(args.model))
     else:

@@ -175,24 +175,24 @@ class Mlflow:
         metric = self._mlflow.entities.Metric
         self._waiting += [metric(_known(name), value, time, step) for name, value in numbers.items()]
 
-    def _send(self) -> None:
-        """Log the queued metrics; warn if this fails.
+    def _send(self, ended: bool = False) -> None:
+        """Log the queued metrics, and mark the MLflow run as `ended`; warn if this fails.
 
         After a failure, later metrics stay in the queue until the end of the training, so that epochs are not delayed.
         """
         try:
             self._client.log_batch(self._run, metrics=self._waiting)
             self._waiting = []
+            if ended:
+                self._client.set_terminated(self._run)
         except Exception as error:
             self._lost = True
             logging.warning(
-                f"training.trackers: mlflow: {hidden_in(brief(error))}. The training continues without mlflow"
+                f"training.trackers: mlflow: {hidden_in(brief(error))}. MLflow may lack results; dlscale's are complete"
             )
 
     def finish(self, picture: Path, best: Best | None) -> None:
         """Log the best value and queued metrics; if that succeeds, mark the MLflow run as ended."""
         if best:
             self._add({f"best/{best.metric}": best.value}, best.step, self._last[1])
-        self._send()
-        if not self._waiting:
-            self._client.set_terminated(self._run)
+        self._send(ended=True)

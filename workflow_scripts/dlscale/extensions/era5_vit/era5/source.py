@@ -838,10 +838,11 @@ def _common_times(
         if step_hours:
             times = times[times.astype(np.int64) % (3600 * step_hours) == 0]
         if there[0] >= first + 1 or not there[-1] >= last or not times.size:
+            at = f", at multiples of step_hours ({step_hours}) from midnight UTC" if step_hours else ""
             raise UserError(
-                f"{label}: '{channel}' covers {_text(there[0])} to {_text(there[-1])}; expected {first} to {last}, at "
-                f"multiples of step_hours ({step_hours}) from midnight UTC. Set the dataset's `split` within the "
-                "covered times, change `step_hours`, add files, or fetch an incomplete file again"
+                f"{label}: '{channel}' covers {_text(there[0])} to {_text(there[-1])}; expected {first} to {last}"
+                f"{at}. Set the dataset's `split` within the covered times, change `step_hours`, add files, or fetch an "
+                "incomplete file again"
             )
         kept[channel] = times
     every = np.unique(np.concatenate(list(kept.values())))
