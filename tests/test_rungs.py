@@ -521,8 +521,8 @@ def test_layers_of_few_channels_are_computed_on_blocks_of_cells(layout: str) -> 
     with Watch():
         step(x, y)
     assert kernels == [(8, 32, 2, 2, 2), (12, 8, 4, 4, 4), (12, 8, 4, 4, 4), (16, 40, 2, 2, 2)]
-    # Each of the two convolutions on blocks copies three times: padded input and cropped output in the forward pass, and
-    # padded gradient in the backward pass. The network's input needs no gradient.
+    # Each of the two convolutions on blocks copies three times: padded input and cropped output in the forward pass,
+    # and padded gradient in the backward pass. The network's input needs no gradient.
     assert copies == [torch.bfloat16] * 6
 
 

@@ -971,7 +971,7 @@ def test_an_interrupted_replacement_keeps_the_old_folder(
 
 
 def test_a_killed_replacement_leaves_no_folder(tmp_path: Path) -> None:
-    """A process that is killed after the renames leaves the former folder, which the next replacement removes."""
+    """After a kill, the next replacement removes a left former folder, unless that folder was the only copy."""
     ended = subprocess.Popen(["true"])
     ended.wait()
     left, only = (tmp_path / f".{name}.{HOST}.{ended.pid}.ab.old" for name in ("crate", "other"))
