@@ -430,7 +430,7 @@ def test_enroot() -> None:
 
 @pytest.mark.parametrize("engine", ["apptainer", "enroot"])
 def test_containers_without_a_supervisor_get_variables_by_name(engine: str, tmp_path: Path) -> None:
-    """Set variables of ranks and programs, such as secrets, reach the container by name, without values in arguments."""
+    """Set variables of ranks and programs, such as secrets, reach the container by name; arguments have no values."""
     show = "#!/bin/sh\nprintf '%s\\n' \"$@\" =; env\n"
     (tmp_path / engine).write_text(show)
     (tmp_path / engine).chmod(0o755)
