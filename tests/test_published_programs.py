@@ -109,7 +109,7 @@ def test_the_program_with_transformer_engine_runs_next_to_the_same_mesh(tp: int,
 
 
 def test_the_program_with_transformer_engine_has_its_published_figures() -> None:
-    """Figures name the short program: for its memory in `runs`, for speed and losses of SC25's full epochs in `like`."""
+    """Figures name the short program: for its memory in `runs`, for speed and losses of full epochs in `like`."""
     run = ("era5_published_program_te", "program")
     figures = resolve.study_files()["era5_vit"].published
     assert [figure.speed for figure in speeds_of(figures, *run)] == [156.8]
