@@ -46,7 +46,10 @@ def commit(*paths: str) -> str:
 
 @functools.cache
 def reached(test: Path) -> frozenset[Path]:
-    """Return the files on which a test file depends: itself, and the modules of tests and dlscale that it imports."""
+    """Return the files on which a test file depends: itself, and the modules of tests and dlscale that it imports.
+
+    Tests in tests/workflow also depend on the rules, the profiles and the configuration.
+    """
     found, modules, todo = {test}, set[str](), [test]
     while todo:
         for name in _imported(todo.pop()):

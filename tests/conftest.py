@@ -58,7 +58,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Run tests that share an expensive fixture one after the other in one process.
 
     Otherwise each process would make every module fixture and the finished workflow again. nsys tests also share a
-    process, because all nsys processes of a machine use the same shared memory.
+    process, because all nsys processes of a machine use the same shared memory. With `--changed`, only tests in files
+    that depend on a changed file are kept.
     """
     for item in items:
         # pytest-xdist would combine two groups of a test into a third group.

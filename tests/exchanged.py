@@ -91,7 +91,7 @@ def _of_weights(run: RunCore, model: nn.Module, sharding: Sharding) -> dict[str,
 
 
 def _of_tokens(run: RunCore, model: nn.Module, sharding: Sharding, width: int) -> dict[str, int]:
-    """Return the bytes of exchanged tokens by kind; `width` is the bytes of one number in all samples.
+    """Return the bytes of exchanged tokens by kind; `width` is the bytes per number times the number of samples.
 
     The backward pass scatters the tokens that the forward pass gathers.
     """

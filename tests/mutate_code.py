@@ -1,10 +1,11 @@
 """Put known mistakes into the code, one at a time, and report which mistakes the tests catch.
 
-`python -m tests.mutate_code` changes a copy of the repository, one mutation after the other, and runs the test that
-should catch the mutation. The exit status is 1 if a mutation survives. Arguments select mutations by name; names may
-contain `*` and `?`: `python -m tests.mutate_code 'schedule*' lock`. `test_mutate_code.py` fails if the list no longer
-matches the code. With `--draw N`, arguments are paths in the package, and N random mutations are drawn from their
-modules. Up to three test files that import the module should catch each mutation; a person judges the survivors.
+`python -m tests.mutate_code` makes each mutation in a copy of the repository, and runs the test that should catch the
+mutation. The exit status is 1 if a mutation survives, and 2 if a test fails in unchanged code. Arguments
+select mutations by name; names may contain `*` and `?`: `python -m tests.mutate_code 'schedule*' lock`.
+`test_mutate_code.py` fails if the list no longer matches the code. With `--draw N`, arguments are paths in the package,
+and N random mutations are drawn from their modules. Up to three test files that import the module should catch each
+mutation; a person judges the survivors.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Mutation:
     file: str  #: Path in the package, or path in the repository for rules of the workflow.
     old: str
     new: str
-    test: str  #: Test that catches the mistake quickly: FILE::NAME in tests/, with parameters in brackets.
+    test: str  #: Test that catches the mistake quickly: FILE::NAME in tests/, or FILE for a drawn mutation.
     options: tuple[str, ...] = ()  #: Further arguments of pytest.
 
     @property
@@ -245,7 +246,7 @@ def mutated(part: ast.AST) -> Iterator[str]:
 def draw(paths: Iterable[str], count: int, seed: int) -> list[Mutation]:
     """Return random mutations of modules in the package; each statement that has mutations is equally likely.
 
-    Statements that only set a constant are left out. In `if` and `while`, only the condition is mutated.
+    Statements whose value is a constant are left out. In `if` and `while`, only the condition is mutated.
     """
     found, choose, folder = list[Mutation](), random.Random(seed), ROOT / PACKAGE
     files = sorted({file for path in paths for file in [*folder.glob(path), *folder.glob(f"{path}/**/*.py")]})
@@ -256,7 +257,7 @@ def draw(paths: Iterable[str], count: int, seed: int) -> list[Mutation]:
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.stmt) and not isinstance(getattr(node, "value", None), ast.Constant)
     ]
-    # The tests in folders need a cluster, a container engine or a complete workflow.
+    # Most tests in folders need a cluster, a container engine or a complete workflow.
     tests = sorted((ROOT / "tests").glob("test_*.py"), key=lambda test: len(changed.reached(test)))
     for file, node in choose.sample(places, len(places)):
         part: Any = node if not hasattr(node, "body") else getattr(node, "test", None)

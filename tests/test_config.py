@@ -564,7 +564,7 @@ def test_a_run_on_more_gpus_than_this_machine_has_is_left_out(monkeypatch: pytes
 
 
 def test_a_rung_that_the_machine_cannot_do_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Later rungs do not inherit the changes of the rung. The missing requirement is reported."""
+    """Later rungs do not inherit the changes of the rung that is left out. The missing requirement is reported."""
     runs: Raw = {
         "a": {},
         "compiled": {"compile": {"mode": "default"}, "batch_size": 2, "needs": ["compiler"]},
@@ -1121,7 +1121,7 @@ def test_each_published_log_has_all_losses(study: str, source: str, runs: int, s
 
 
 def test_both_job_logs_of_the_guide_have_all_losses() -> None:
-    """Sums over the 25 epochs of each log, by awk."""
+    """The losses of each log, summed over its 25 epochs, equal the sums that awk computed from the logs."""
     figures = [each for each in config.study_files()["starter_cnn"].published if each.by_epoch]
     assert {len(each.by_epoch) for each in figures} == {25}
     sums = [(each.metric, sum(each.by_epoch)) for each in figures]

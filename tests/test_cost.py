@@ -354,7 +354,7 @@ def test_a_dry_run_marks_untimed_jobs(here: cost.Expected, words: tuple[str, ...
 
 
 def test_the_time_of_a_job_follows_from_earlier_runs(tmp_path: Path) -> None:
-    """A job's time is unknown at first. Later it is its last duration, or follows from the measured rate."""
+    """A job's time is unknown at first. Later, the time is the job's last duration, or follows from the rate."""
     train = work(load(tmp_path), "cosmo_ladder.baseline")
     never = cost.Expected(0.0, untimed=1)
     assert cost.seconds_here("train", train, tmp_path) == never

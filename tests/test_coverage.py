@@ -1,6 +1,6 @@
 """docs/coverage.md: each row has a valid command, existing files and existing tests.
 
-Each command is read by its program's parser. A row's tests check what the command does.
+Commands of dlscale and Snakemake are read by their parsers. A row's tests check what the command does.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ of_dlscale = functools.cache(cli.parser)
 
 
 def check(command: str) -> None:
-    """Fail if a command names an unknown option, file, profile, plan, run or target."""
+    """Fail if a command of dlscale or Snakemake names an unknown option, file, profile, plan, run or target."""
     words = shlex.split(command)
     while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
         words.pop(0)

@@ -162,7 +162,7 @@ def test_preprocessing_against_a_slow_loop(factor: int, tmp_path: Path) -> None:
 
 
 def comparable(folder: Path, part: str) -> dict[str, np.ndarray]:
-    """Return all arrays of a part's file."""
+    """Return the fields and times of a part's file."""
     with h5py.File(folder / f"{part}.h5") as file:
         return {name: file[name][()] for name in ("Nbody", "Hydro", "fields", "time") if name in file}
 

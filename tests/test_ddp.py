@@ -135,7 +135,7 @@ def test_the_number_of_averaging_calls_is_exact(found: list[dict[str, Any]], nam
 
 
 def test_averaging_begins_while_gradients_are_computed() -> None:
-    """Two of three buckets are averaged before the first layer's gradient is computed.
+    """The averaging of two of three buckets begins before the first layer's gradient is computed.
 
     The test needs only one process, because a group of one averages its buckets, too.
     """
@@ -196,7 +196,8 @@ def network() -> nn.Sequential:
 def _normalised(share: Share) -> Any:
     """Return a rank's outputs and gradients for its slice of a batch of 7 samples, then of a batch of 1 sample.
 
-    The first rank's slice of the second batch is empty.
+    Also return the parameters' gradients, the final state, and outputs of an evaluation. The first rank's slice of the
+    second batch is empty.
     """
     model, seen = synchronised(network(), torch.device("cpu")), []
     for size in (7, 1):

@@ -20,7 +20,7 @@ PLACEHOLDER = re.compile(r"\b(?:[A-Z]{3,}|mysite|my_study\w*|mine|m1234|unet|vit
 
 
 def commands(page: Path) -> list[str]:
-    """Return the commands in a page's bash blocks; a command may span several lines."""
+    """Return the commands of dlscale and Snakemake in a page's bash blocks; a command may span several lines."""
     blocks = re.findall(r"^```bash\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
     text = re.sub(r"\\\n\s*", " ", "".join(blocks))
     return re.findall(r"^(?:dlscale|snakemake)\b(?:'[^']*'|[^'#\n])*", text, re.MULTILINE)

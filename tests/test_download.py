@@ -1,4 +1,4 @@
-"""Downloads from a local server that misbehaves in every listed way, through real sockets without mocks."""
+"""Downloads from a local server that misbehaves, through real sockets, and secrets in addresses."""
 
 from __future__ import annotations
 
@@ -271,7 +271,7 @@ def test_a_failed_download_gives_one_message(
 ) -> None:
     """A failed download ends with one message and leaves no file.
 
-    Only requests that end in server errors are repeated. A refusal or a wrong digest is final.
+    Requests that end in server errors are repeated. A refusal or a wrong digest is final.
     """
     remote.script = list(script)
     with pytest.raises(UserError, match=rf"127\.0\.0\.1:.*data\.bin: .*{words}"):

@@ -86,7 +86,7 @@ def atmosphere(
 
 
 def write(states: xr.Dataset, path: Path, form: str, chunk: int = 4) -> Path:
-    """Write a file in one of FORMATS; formats with chunks get `chunk` times per chunk. Return the path."""
+    """Write a file in one of FORMATS, or a Zarr store; chunked formats get `chunk` times per chunk. Return the path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     chunks = {
         str(n): tuple(min(chunk, v.sizes[d]) if d == "time" else v.sizes[d] for d in v.dims) for n, v in states.items()
@@ -612,7 +612,10 @@ PACKED = {"scale_factor": np.float32(0.01), "add_offset": np.float32(273.15)}
 def test_values_outside_the_valid_range_are_refused(
     tmp_path: Path, dtype: str, value: float, attributes: dict[str, Any], bounds: str
 ) -> None:
-    """Values outside `valid_min`, `valid_max`, `valid_range` are refused; limits may be packed or unpacked."""
+    """Values outside `valid_min`, `valid_max`, `valid_range` are refused, and missing values are read as NaN.
+
+    Limits may be packed or unpacked.
+    """
     stored = np.full((4, 2, 3), 100, dtype)
     stored[2, 1, 1] = value
     with h5netcdf.File(tmp_path / "a.nc", "w") as file:
@@ -835,7 +838,7 @@ def test_shards_that_cannot_be_checked_are_refused(tmp_path: Path, codecs: list[
 
 @pytest.mark.parametrize("version", [2, 3])
 def test_old_consolidated_metadata_of_a_folder_are_ignored(tmp_path: Path, version: Any) -> None:
-    """Attributes that were corrected later are used, although the consolidated metadata are older."""
+    """Attributes that were corrected later are used instead of the older copies in the consolidated metadata."""
     packing = {"dtype": "i2", "scale_factor": 0.01, "add_offset": 280.0, "_FillValue": -32767}
     states = atmosphere(names=("t2m",))
     states.to_zarr(tmp_path / "store", zarr_format=version, consolidated=True, encoding={"t2m": packing})
@@ -934,7 +937,10 @@ def test_invalid_stores_are_refused(tmp_path: Path) -> None:
 
 
 class Server(http.server.SimpleHTTPRequestHandler):
-    """Server of a folder. While `refusing` is positive, requests for chunks of t2m fail, as on an overloaded server."""
+    """Server of a folder. While `refusing` is positive, requests for chunks of t2m fail, as on an overloaded server.
+
+    If `login` is set, requests with another login fail.
+    """
 
     refusing = 0
     login: str | None = None

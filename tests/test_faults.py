@@ -195,7 +195,7 @@ def test_a_campaign_is_continued(
 
 
 def test_only_the_program_may_print_a_traceback() -> None:
-    """The program's own traceback, as after Ctrl-C, does not count; any other traceback does."""
+    """The program's own traceback, as after Ctrl-C, does not count; a traceback of dlscale does."""
     own = 'Traceback (most recent call last):\n  File "/x/train.py", line 3, in <module>\nKeyboardInterrupt\n'
     ours = 'Traceback (most recent call last):\n  File "/x/dlscale/cli.py", line 3, in main\nKeyError: 1\n'
     assert campaign._defect(f"{own}dlscale measure: the program received SIGINT\n") == ""

@@ -25,7 +25,8 @@ from dlscale.extensions.hangs.supervisor import HUNG
 from tests.conftest import ROOT, stage
 from tests.waiting import PATIENCE, until
 
-#: Distributed training; the first argument selects how rank 1 hangs. Comments mark the lines that messages name.
+#: Distributed training; the first argument selects how rank 1 hangs (`first`: all ranks; `slow`: none). Comments mark
+#: the lines that messages name.
 TRAIN = """
 import ctypes, os, signal, sys, threading, time
 import torch

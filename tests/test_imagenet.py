@@ -487,7 +487,7 @@ JPEGS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("kind", JPEGS)
 def test_part_of_a_jpeg_equals_pillow(kind: str) -> None:
-    """`jpeg.decode_box` returns the pixels that Pillow returns for the complete image, in several threads."""
+    """`jpeg.decode_box` returns Pillow's pixels, in several threads; None for progressive files."""
     pytest.importorskip("nvidia.nvimgcodec", reason="nvImageCodec is not installed: pip install 'dlscale[dali]'")
     mode, options = JPEGS[kind]
     saved = io.BytesIO()

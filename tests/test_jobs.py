@@ -275,7 +275,7 @@ def test_files_of_a_plan_and_settings_of_its_runs(tmp_path: Path) -> None:
 def test_a_run_is_timed_in_turn_with_the_first_one(tmp_path: Path) -> None:
     """If `throughput.beside` is at least 10 s, the first run has paired timing with its copy.
 
-    All other runs always have paired timing with the first run.
+    All other runs have paired timing with the first run if `throughput.beside` is positive.
     """
     other = SimpleNamespace(plan="p", run="b")
     for seconds, copied in ((9.9, False), (10, True)):

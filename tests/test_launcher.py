@@ -430,7 +430,7 @@ def test_enroot() -> None:
 
 @pytest.mark.parametrize("engine", ["apptainer", "enroot"])
 def test_containers_without_a_supervisor_get_variables_by_name(engine: str, tmp_path: Path) -> None:
-    """Set variables reach the container by name, also those of a program, such as secrets; no value is an argument."""
+    """Set variables of ranks and programs, such as secrets, reach the container by name; arguments have no values."""
     show = "#!/bin/sh\nprintf '%s\\n' \"$@\" =; env\n"
     (tmp_path / engine).write_text(show)
     (tmp_path / engine).chmod(0o755)
@@ -758,7 +758,7 @@ def test_the_size_of_a_job_chooses_its_queue(
     assert not {"qos", "slurm_partition"} & bare.keys()
 
 
-#: Settings of the profiles before `queues`.
+#: Settings of the shipped profiles' schedulers from the time before the key `queues`.
 OLD = {
     "perlmutter": """
         data_qos: shared

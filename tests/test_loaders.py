@@ -186,7 +186,7 @@ def streamed(samples: GridSamples, share: Share, workers: int) -> Any:
     return loader
 
 
-#: Functions that build every loader, by name. Loaders with several modes appear once per mode.
+#: Functions that build every loader except `synthetic`, by name. Loaders with several modes appear once per mode.
 LOADERS: dict[str, Callable[[GridSamples, Share, int], Loader]] = {
     **{kind: partial(build, kind) for kind in SETTINGS if kind != "synthetic"},
     "direct, resident": partial(build, "direct", resident="always"),

@@ -19,7 +19,7 @@ from dlscale.extensions.programs import live, running
 from tests.test_any_program import found, measure
 from tests.test_outside import Clock
 
-#: Program of two processes; each makes steps of 10 ms with 8 samples, half of the time waiting.
+#: Program of two processes; each makes steps of 20 ms with 8 samples, half of the time waiting.
 PROGRAM = """
 import dlscale, os, sys, time
 def batches():

@@ -134,7 +134,10 @@ def test_a_compiled_step_keeps_what_its_memory_budget_allows() -> None:
 def saved_by_autograd(
     step: Step, x: torch.Tensor, y: torch.Tensor, call: Callable[..., torch.Tensor]
 ) -> tuple[int, torch.Tensor]:
-    """Return the bytes that a call saves for the backward pass (each storage once, no parameters), and its loss."""
+    """Return the bytes that a call saves for the backward pass, each storage once, and its loss.
+
+    Parameters and the batch do not count.
+    """
     known = {value.untyped_storage()._cdata for value in (*step.model.parameters(), x, y)}
     saved: dict[int, torch.UntypedStorage] = {}
 

@@ -383,7 +383,7 @@ def norm(name: str, channels: int) -> dict[str, tuple[int, ...]]:
 
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_parameters_are_torchvisions(depth: int) -> None:
-    """Names, order and shapes in the state dict are torchvision's; it lacks the images' mean and std."""
+    """The state dict has torchvision's names, order and shapes, and lacks the images' mean and std."""
     with torch.device("meta"):
         model = ResNet(depth, mean=(0.5,) * 3, std=(0.2,) * 3)
     assert sum(p.numel() for p in model.parameters()) == PARAMETERS[depth]

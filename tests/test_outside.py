@@ -229,7 +229,7 @@ def test_a_model_that_makes_steps_in_evaluation_mode_is_trained(tmp_path: Path) 
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("how", ["optimiser", "gradients", "unknown", "one loader"])
 def test_timed_validations_are_no_steps(tmp_path: Path, nested: bool, how: str) -> None:
-    """Loops over `timed(loader)` validate if only other loops have steps of an optimiser, or have gradients.
+    """A loop over `timed(loader)` is a validation if only other loops step an optimiser or have gradients.
 
     Without PyTorch, the steps of all loops count, with a warning if there are several loaders.
     """
@@ -1447,7 +1447,10 @@ LABELS = {"{}: ": False, "[{}] ": False, "[rank{}]: ": True, "[1,{}]<stdout>:": 
 def test_rates_of_single_ranks_are_refused(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], label: str, loader: str, own: bool
 ) -> None:
-    """Four ranks with 80 samples/s each print their own rate or the run's rate: 80 is refused or causes a warning."""
+    """Four ranks print their own rate (80 samples/s) or the run's rate; known batches decide whether 80 is refused.
+
+    Without known batches, labels of ranks, or several processes, cause an error or a warning.
+    """
     for rank in range(4 if loader != "none" else 0):
         Clock(tmp_path, rank).epoch(50, wait=0.0, seconds=0.1) if loader == "known" else [
             Clock(tmp_path, rank).step(0.1) for _ in range(50)
@@ -1992,7 +1995,7 @@ def test_signals_are_the_programs(tmp_path: Path) -> None:
     assert process.returncode == 9 and "status 9" in told
 
 
-#: Program that saves for two seconds after SIGTERM, and a process that runs it with a grace period and sends SIGTERM.
+#: Program that saves for two seconds after SIGTERM, and a process that runs this program and sends SIGTERM to itself.
 SAVES = """
 import signal, sys, time
 signal.signal(15, lambda *a: (time.sleep(2), sys.exit(9)))

@@ -1,4 +1,4 @@
-"""External studies with their own kinds of dataset: images, labels and scalars, made in memory."""
+"""External studies with their own kinds of dataset: data made in memory, files that a study reads, and mistakes."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def test_the_version_is_copied_to_all_files(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_source_distribution_contains_all_tracked_files() -> None:
-    """MANIFEST.in names all top-level files and folders except CI's; README and LICENSE are included by default."""
+    """MANIFEST.in names all top-level files and folders except hidden ones and those that are included by default."""
     git = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     listed = {word.partition("/")[0] for word in (ROOT / "MANIFEST.in").read_text().split()}
     added = {"README.md", "LICENSE", "MANIFEST.in", "pyproject.toml", "workflow_scripts"}

@@ -68,7 +68,7 @@ def configure(folder: Path, study: str, ranks: int, **changes: Any) -> Path:
 
 
 def close(one: Path, other: Path, tolerance: float) -> None:
-    """Compare two trainings: every number of every epoch, and all weights."""
+    """Compare two trainings: progress, learning rate, losses and metrics of every epoch, and all weights."""
     for a, b in zip(records(one), records(other), strict=True):
         for key in ("epoch", "step", "samples", "learning_rate"):
             assert a[key] == b[key], key

@@ -402,7 +402,7 @@ def test_training_losses_belong_to_their_epoch(rows: bool, every: int) -> None:
 
 @pytest.mark.parametrize("last", [0, 1])
 def test_epochs_that_count_from_0_are_all_kept(last: int) -> None:
-    """If the training has a value at 0 as well, epoch 0 is an epoch; otherwise it is the untrained model."""
+    """With a training loss at 0, epoch 0 is an epoch. Otherwise, the validation loss at 0 is the untrained model's."""
     valid: list[Any] = [(100.0 * epoch, epoch, 10.0 * epoch) for epoch in range(5)]
     trained: list[Any] = [(100.0 * epoch, epoch, 1.0) for epoch in range(1 - last, 5)]
     epochs = epochs_of({"loss/valid": valid, "loss/train": trained}, [], FOUND, begin=0.0)
@@ -666,7 +666,7 @@ def test_steps_of_a_log_alone_have_no_turns(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.slow
 def test_a_killed_stage_leaves_no_stopped_program(tmp_path: Path) -> None:
-    """If a stage is killed while its program is paused, all processes end. The next stage removes its folder."""
+    """If a stage is killed while its program is paused, all processes end. The next stage removes the left folder."""
     write_program(tmp_path / "theirs")
     (tmp_path / "theirs/train.py").write_text("import os, signal\nif os.fork(): signal.pause()\n" + TRAIN)
     file = make_run(tmp_path / "w", "program", settings(tmp_path / "theirs", "--epochs=1000"), {"kind": "files"})

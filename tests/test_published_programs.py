@@ -109,7 +109,7 @@ def test_the_program_with_transformer_engine_runs_next_to_the_same_mesh(tp: int,
 
 
 def test_the_program_with_transformer_engine_has_its_published_figures() -> None:
-    """Speed and losses of SC25's full epochs have the short program under `like`, its memory has it under `runs`."""
+    """Figures name the short program: for its memory in `runs`, for speed and losses of full epochs in `like`."""
     run = ("era5_published_program_te", "program")
     figures = resolve.study_files()["era5_vit"].published
     assert [figure.speed for figure in speeds_of(figures, *run)] == [156.8]
@@ -193,7 +193,7 @@ class Measured:
     own: list[dict[str, float]]
 
     def check(self) -> None:
-        """Check that losses agree, and that the rate is in the range of the epochs' rates."""
+        """Check that validation losses agree, and that the rate is within 10 % of the range of the epochs' rates."""
         trained = [each for each in self.own if each["rate"]]
         assert self.record.full and len(self.epochs) == len(trained)
         rates = [each["rate"] for each in trained]

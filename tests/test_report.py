@@ -738,8 +738,8 @@ def triplet(io: float, synthetic: float, full: float) -> Throughput:
         ),
         ((5000.0, 40.0, 39.0), "computation", "98\u00a0% of"),
         ((100.0, 95.0, 90.0), "loading and computing", "95\u00a0% of"),
-        ((100.0, 100.0, 50.0), "missing overlap", "take turns instead of overlapping"),  # in turn: 50 samples/s
-        ((1000.0, 200.0, 120.0), "computation", "one after the other would be: both may compete for"),  # in turn: 167
+        ((100.0, 100.0, 50.0), "missing overlap", "take turns instead of overlapping"),  # taking turns: 50/s
+        ((1000.0, 200.0, 120.0), "computation", "one after the other would be: both may compete for"),  # turns: 167/s
         ((100.0, 50.0, 38.0), "computation", "only partly"),
         ((1000.0, 200.0, 214.0), "computation", "214 samples/s, the rate of computing within noise"),
     ],
@@ -1201,7 +1201,7 @@ def test_weaker_baselines_are_listed_below_the_strongest(results: Results) -> No
 
 
 def test_a_baseline_of_a_metric_is_not_listed_twice(results: Results) -> None:
-    """A study names a baseline's metric in `naive` of another metric, and also gives it the name of a baseline."""
+    """A baseline's metric that another metric names in `naive`, and that also has a `rival`, is listed once."""
     folder = results.run("p", "a")
     provenance = Provenance.read(folder / "provenance.json")
     named = {metric.naive for metric in provenance.metrics if metric.naive}

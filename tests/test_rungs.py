@@ -416,7 +416,7 @@ def test_a_constant_loss_scale_trains_as_the_dynamic_scale_of_this_value(precisi
     a, b = dynamic.weights.state_dict(), constant.weights.state_dict()
     assert all(torch.equal(value, b[name]) for name, value in a.items())
     b = copy.deepcopy(b)
-    constant(x, 1e-9 * y)  # overflows, see above
+    constant(x, 1e-9 * y)  # overflows, because smaller targets give larger losses
     assert all(torch.equal(value, b[name]) for name, value in constant.weights.state_dict().items())
     make_state(restored.optimizer)
     restored.load({name: shard.copy("cpu") for name, shard in constant.shards().items()}, constant.scaler.state_dict())
@@ -521,8 +521,8 @@ def test_layers_of_few_channels_are_computed_on_blocks_of_cells(layout: str) -> 
     with Watch():
         step(x, y)
     assert kernels == [(8, 32, 2, 2, 2), (12, 8, 4, 4, 4), (12, 8, 4, 4, 4), (16, 40, 2, 2, 2)]
-    # Each of both convolutions on blocks copies three times: padded input and cropped output in the forward pass, and
-    # padded gradient in the backward pass. The network's input needs no gradient.
+    # Each of the two convolutions on blocks copies three times: padded input and cropped output in the forward pass,
+    # and padded gradient in the backward pass. The network's input needs no gradient.
     assert copies == [torch.bfloat16] * 6
 
 

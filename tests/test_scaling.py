@@ -410,7 +410,10 @@ def test_the_charts_show_measured_and_ideal_values(weak: PlanResult) -> None:
 
 @pytest.mark.parametrize(("many", "scale"), [(4.0, "linear"), (40.0, "log")])
 def test_a_fields_own_range_determines_the_scale(many: float, scale: str) -> None:
-    """Rates of 100 to 400 and times of 2,500 to 10,000 have linear axes: no field spans a large factor, unlike all."""
+    """Rates of 100 to 400 and times of 2,500 to 10,000 have linear axes, because neither spans a large factor.
+
+    Rates of 100 to 4,000 have a logarithmic axis.
+    """
     rows = [
         {"run": "a", "devices": n, "value": 100.0 * factor, "time": 1e4 / factor} for n, factor in ((1, 1.0), (2, many))
     ]

@@ -441,7 +441,7 @@ def test_amdahls_law() -> None:
 
 
 def test_the_docs_have_the_table(capsys: pytest.CaptureFixture[str]) -> None:
-    """docs/planning.md has the printed texts exactly, and the numbers within 5 %, as processors round differently."""
+    """docs/planning.md has the printed texts, and the numbers within 5 % or 2.5, as processors round differently."""
     assert stage("predict", "--validate") == 0
     printed = capsys.readouterr().out.strip().splitlines()
     page = (ROOT / "docs/planning.md").read_text().splitlines()

@@ -1,4 +1,4 @@
-"""Threats and guards: docs/security.md names existing tests; records from others run nothing; locks, pins are complete.
+"""Threats and guards: docs/security.md names existing tests; records from others run nothing; dependencies are pinned.
 
 The other tests named in docs/security.md are next to the tests of the same code.
 """

@@ -635,7 +635,7 @@ def test_invalid_names_are_refused(name: str, message: str) -> None:
 
 
 def test_existing_files_are_not_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If one of the files exists, no file is written."""
+    """If one of the files exists, or a file cannot be written, no new file is left."""
     monkeypatch.chdir(tmp_path)
     assert stage("new-study", "ripples") == 0
     before = {path: path.read_text() for path in (tmp_path / "ripples").iterdir()}

@@ -386,7 +386,7 @@ def samplers(pid: int) -> list[int]:
     return [p.pid for p in psutil.Process(pid).children() if "dlscale.measure.telemetry" in p.cmdline()]
 
 
-#: Stage with a forked worker. The worker inherits the stage's open files and outlives the stage until it is ended.
+#: Stage with a forked worker, which inherits the stage's open files and ends when the file `.end` exists.
 STAGE = """
 import os, pathlib, sys, time
 from dlscale.core.telemetry import sampled

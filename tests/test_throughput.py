@@ -278,7 +278,7 @@ def state(process: psutil.Process) -> str:
 
 @pytest.mark.slow
 def test_a_run_of_many_times_the_work_is_slower(tmp_path: Path, cosmo_data: Path) -> None:
-    """Paired timing ends early if the ratio is known. The record names the run that the ratio refers to."""
+    """A much larger model has less than half the rate. The record names the run that the ratio refers to."""
     first = timed(tmp_path / "first", cosmo_data, model={"widths": [4, 8]})
     found = timed_in_turn(tmp_path / "own", cosmo_data, Path(first.config), model={"widths": [64, 128]})
     assert found.beside.compute == compute_digest(read_yaml(Path(first.config))) != found.compute

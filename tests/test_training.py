@@ -84,7 +84,7 @@ FILES = {
 Make = Callable[..., Path]
 
 
-#: Dataset with one channel, because a tiny training spends most of its time on its figure, with a row per channel.
+#: Dataset with one channel, because a tiny training spends most of its time on a figure that has a row per channel.
 WEATHER = {**ERA5, "channels": ["t2m"]}
 
 
@@ -971,7 +971,7 @@ def test_an_interrupted_replacement_keeps_the_old_folder(
 
 
 def test_a_killed_replacement_leaves_no_folder(tmp_path: Path) -> None:
-    """A process that is killed after the renames leaves the former folder, which the next replacement removes."""
+    """After a kill, the next replacement removes a left former folder, unless that folder was the only copy."""
     ended = subprocess.Popen(["true"])
     ended.wait()
     left, only = (tmp_path / f".{name}.{HOST}.{ended.pid}.ab.old" for name in ("crate", "other"))
@@ -1063,7 +1063,7 @@ def test_logs_that_count_epochs_and_per_cent(tmp_path: Path) -> None:
 
 
 def test_times_and_scores_have_the_published_programs_tags(tmp_path: Path) -> None:
-    """The ImageNet tutorial's tags have mean batch times, validation samples/s, and scores in per cent, by epoch."""
+    """The ImageNet tutorial's tags have mean batch times, samples/s, and scores in per cent, by epoch."""
     record = Epoch(
         **{"epoch": 3, "step": 80, "samples": 640, "learning_rate": 0.1, "train_loss": 3.0, "valid_loss": 2.0},
         **{"epoch_seconds": 2.0, "samples_per_second": 320.0, "wall_time": 99.0},

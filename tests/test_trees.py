@@ -353,7 +353,7 @@ def _train_masked_together(rank: int, port: int, folder: Path) -> None:
 
 
 def test_two_processes_divide_a_model_with_a_mask(tmp_path: Path) -> None:
-    """With tensor or context parallelism, losses and weights equal those of one process; a mask covers all tokens."""
+    """With tensor or context parallelism, losses and weights equal those of one process; the mask is not divided."""
     torch.set_num_threads(1)
     spawn(_train_masked_together, (20000 + (os.getpid() * 7) % 20000, tmp_path), 2)
     alone = _train_masked(World())

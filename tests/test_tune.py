@@ -96,7 +96,7 @@ def test_with_noise_halving_is_nearly_as_good_as_exhaustive_search_without() -> 
 
 
 def test_common_drift_does_not_change_the_winner() -> None:
-    """The fastest setting is found although settings differ by only 2 %, and all speeds drift by 1 % per trial."""
+    """The fastest of settings 2 % apart is found although all speeds drift by 1 % per trial."""
     rates = [100 * 1.02**number for number in range(8)]
 
     def drifting(number: int, seconds: float, clock: list[float] = [0.0]) -> float:  # noqa: B006

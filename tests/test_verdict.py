@@ -24,7 +24,8 @@ from dlscale.results import UNKNOWN
 from tests.conftest import stage
 from tests.test_report import Results
 
-#: Settings of a run that nothing slows: large operators on a GPU, and loading twice as fast as computing.
+#: Settings of a run that nothing slows. `measured` adds large operators on a GPU, and loading twice as fast as
+#: computing.
 SETTINGS: dict[str, Any] = {
     "loader": {"kind": "torch", "workers": 2},
     "precision": "fp32",

@@ -35,7 +35,7 @@ from tests.ranks import spawn
 from tests.test_parallel import configure
 from tests.waiting import PATIENCE, until
 
-#: Program that replaces `dlscale`. The rank CULPRIT hangs in call number CALL of the function WHERE.
+#: Program that replaces `dlscale`. The rank CULPRIT hangs at call number CALL in the part WHERE, such as `forward`.
 FAULTY = """
 import ctypes, os, sys, time
 from dlscale import cli

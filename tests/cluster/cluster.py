@@ -208,7 +208,7 @@ def started(pid: int) -> int | None:
 def call(
     *command: object, check: bool = True, timeout: float = PATIENCE, **more: Any
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command; if it fails, raise an error that contains its output."""
+    """Run a command; if the command fails, raise an error with its output, unless `check` is False."""
     argv = [str(word) for word in command]
     more.setdefault("env", {**os.environ, "PATH": PATH})
     if "input" not in more:
@@ -518,7 +518,10 @@ class Cluster:
         self.run("sacctmgr", "-i", "-Q", input="\n".join([*lines, "quit", ""]))
 
     def _limit_shared(self) -> bool:
-        """Set the limit of QOS `shared`; return whether slurmctld knows it, since it ignores limits set too early."""
+        """Set the limit of QOS `shared`; return whether slurmctld knows this limit.
+
+        slurmctld ignores a limit that is set too early.
+        """
         self.run("sacctmgr", "-i", "-Q", "modify", "qos", "shared", "set", SHARED_LIMIT, check=False)
         return SHARED_LIMIT.partition("=")[2] in self.run("scontrol", "show", "assoc_mgr", "flags=qos").stdout
 
@@ -570,7 +573,7 @@ class Cluster:
         return int(done.stdout)
 
     def state(self, job: int) -> str:
-        """Return a job's state, until 1800 s after its end, for example PENDING or NODE_FAIL."""
+        """Return a job's state, for example PENDING or NODE_FAIL. Slurm forgets a job 1800 s after its end."""
         return self.run("squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T").stdout.strip()
 
     def wait(self, job: int, *states: str) -> None:
@@ -589,7 +592,7 @@ class Cluster:
         until("the limit on submitted jobs", shown)
 
     def stop_controller(self) -> None:
-        """Stop `slurmctld`: nodes and jobs continue, and no command of Slurm gets a reply."""
+        """Stop `slurmctld`: nodes and jobs continue, but commands such as squeue and sbatch get no reply."""
         self._halt("slurmctld", patience=10)
 
     def start_controller(self) -> None:
@@ -599,7 +602,7 @@ class Cluster:
         until("all nodes", self.ready)
 
     def cancel_all(self) -> None:
-        """Cancel all jobs, and wait until the nodes are free again."""
+        """Cancel all jobs, and wait until the queue is empty."""
         self.run("scancel", "--user=root", "--state=PENDING")
         self.run("scancel", "--user=root")
         until("the queue to be empty", lambda: not self.run("squeue", "--noheader").stdout.strip())

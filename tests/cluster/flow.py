@@ -103,7 +103,7 @@ class Flow:
 
     @contextlib.contextmanager
     def running(self, *arguments: str, profile: str | None = "perlmutter") -> Iterator[subprocess.Popen[str]]:
-        """Start Snakemake; on exit, end all its processes."""
+        """Start Snakemake; on exit, kill Snakemake's process group if Snakemake still runs."""
         process = self.start(*arguments, profile=profile)
         try:
             yield process
@@ -124,7 +124,10 @@ class Flow:
         return path.read_text() if path.exists() else ""
 
     def jobs(self, *columns: str) -> list[list[str]]:
-        """Return a row per job of this folder that Slurm remembers; `columns` are squeue's long names."""
+        """Return a row per job of this folder that Slurm remembers.
+
+        `columns` are squeue's long names; the last column is always the working folder.
+        """
         listed = self.cluster.run("squeue", "--states=all", "--noheader", f"--Format={','.join(columns)},workdir:200")
         return [line.split() for line in listed.stdout.splitlines() if str(self.path) in line]
 
@@ -133,7 +136,7 @@ class Flow:
         return json.loads((self.path / "results/plans" / run / "provenance.json").read_text())
 
     def checkpoints(self, run: str = "long/run") -> list[int]:
-        """Return the steps of the saved checkpoints."""
+        """Return the steps of a run's saved checkpoints."""
         return sorted(
             int(path.name.split("-")[1]) for path in (self.path / "results/checkpoints" / run).glob("*/step-*")
         )

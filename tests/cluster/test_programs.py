@@ -69,7 +69,7 @@ def test_a_plan(make: Callable[..., Flow]) -> None:
 def test_the_exit_status_of_a_program_is_reported(make: Callable[..., Flow]) -> None:
     flow = make({"runs": {"two": {"geometry": {"nodes": 2}}}}, command=["sh", "-c", "exit 3"], resume=[], losses={})
     assert flow.run("--retries=0", "results/plans/plan/two/program.json") != 0
-    # srun ends the other task with TERM, unless this task has ended, too; then srun's status is 143.
+    # If one task ends before the other, srun ends the other with SIGTERM, and srun's status is 143.
     status = r"3 after|143 after [^,]*, perhaps because another of its processes failed first"
     assert re.search(rf"FAILED plan\.two \(program\): the program ended with status ({status})", flow.output)
     assert "Exited with exit code 3" in Path(flow.path, "results/logs/program/plan/two.log").read_text()

@@ -268,7 +268,7 @@ def test_a_job_that_slurm_has_forgotten(
         forgotten.touch()
         assert process.wait(2 * PATIENCE) != 0
     assert re.search(r"Slurm has not listed job \d+ for", flow.output), flow.output[-8000:]
-    # Snakemake has removed the outputs of the job, which still ran; the next job resumes from its last checkpoint.
+    # Snakemake has removed the outputs of the forgotten job, which still ran; the next job resumes from a checkpoint.
     forgotten.unlink()
     assert flow.run("--retries=0") == 0, flow.output[-8000:]
     assert sorted(row[0] for row in flow.jobs("state")) == ["COMPLETED", "FAILED"]

@@ -52,7 +52,7 @@ class Engine:
 
 
 def lacking() -> str | None:
-    """Return the reason why no engine can run on this machine; None if an engine can run."""
+    """Return the reason why no engine can run on this machine; None if an engine can run, or can be installed."""
     if os.geteuid():
         return "the container tests need root: rootless podman may not make a base image"
     tools = ["podman"] if "DLSCALE_BASE_IMAGE" in os.environ else ["podman", "mmdebstrap"]

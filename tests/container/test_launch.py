@@ -99,7 +99,7 @@ def test_status_and_files(start: Any, container_engine: Engine, tmp_path: Path) 
     assert containers(container_engine) == []
 
 
-#: Stage that prints its rights and the number of the error of each refused write, or 0.
+#: Stage that prints its rights, and for each write the number of the error, or 0 if the write succeeds.
 RIGHTS = """
 import sys
 def write(path):
@@ -117,7 +117,7 @@ print(rights, [write(path) for path in sys.argv[1:]])
 def test_a_stage_has_no_rights_but_to_write_results(
     engine: str, container_engine: Engine, cpu_image: str, tmp_path: Path
 ) -> None:
-    """The kernel reports no capabilities and no new privileges, and refuses writes to the sources and the folder."""
+    """The kernel reports neither capabilities nor new privileges, and refuses writes outside of the results."""
     (results := tmp_path / "results").mkdir()
     site = Site(engine=engine, image=cpu_image, starter="direct", gpu=False)
     place = ContainerMounts(str(tmp_path), SOURCES, os.getuid(), os.getgid(), (str(ROOT),), results=str(results))

@@ -32,7 +32,7 @@ THEIRS = f"FROM {BASE}\nENV PYTHONPATH=/its\nRUN mkdir /its && echo place = __fi
 
 @pytest.fixture(scope="module")
 def theirs(container_engine: Engine, cpu_image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Yield the name of an image that contains only Python."""
+    """Yield the name of an image with Python and a module, but without dlscale and PyTorch."""
     folder = tmp_path_factory.mktemp("theirs")
     (folder / "Containerfile").write_text(THEIRS)
     container_engine("build", "--pull=never", "--network=host", "--tag=localhost/theirs:tests", folder)

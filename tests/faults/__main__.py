@@ -1,12 +1,13 @@
 """A campaign of random faults: `python -m tests.faults --count 500`.
 
 Trial K of a seed copies the tiny study (`tree.py`) in a random state of completion, injects a random fault (`kinds.py`)
-into a call of dlscale, and repeats the call as a user does. The result must then equal, bit by bit, the result of a
-call without a fault, or one clear message must say what to do. No process and no temporary file may be left.
+into a call of dlscale, follows the messages, and repeats the call as a user does. The result must then equal the result
+of a call without a fault; files with times must be complete. No process and no temporary file may be left. Without
+`--count`, the fixed trials of the short form run.
 
-Each trial adds a line to `--log`. A campaign continues after the last trial of the same commit and seed in the log, and
-ends with a table. The exit status is 1 if a trial failed. `--only K` repeats one trial and keeps its folder. Calls with
-`--part 1/2` and `--part 2/2` run at once; afterwards, the call without `--part` prints the table.
+Each trial adds a line to `--log`. A campaign skips the trials of the same commit and seed in the log, and ends with a
+table. The exit status is 1 if a trial failed. `--only K` repeats one trial and keeps its folder. Calls with
+`--part 1/2` and `--part 2/2` can run at the same time; afterwards, the call without `--part` prints the table.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ from tests.faults.tree import COMMANDS, STEPS, Call, Tree, build
 SOURCES = ("workflow_scripts", "rules", "Snakefile", "profiles", "tests/faults/tree.py")
 #: Outcomes of a trial, and whether the campaign accepts them.
 OUTCOMES = {
-    "right": True,  # the repeated call gives the result
+    "right": True,  # the last call gives the result
     "right after a message": True,  # the result after following the message
     "unnoticed": True,  # only the damaged file differs: a finished result that no job of the call reads
     "skipped": True,
     "wrong": False,
-    "unclear": False,  # a traceback, or no message
+    "unclear": False,  # a traceback, or a message that lacks the lost process
     "refused": False,  # repeated calls end in messages
     "hung": False,
     "processes left": False,
@@ -51,7 +52,7 @@ OUTCOMES = {
 }
 #: Kinds that change files before the call, also of a finished plan.
 ON_FILES = ("damage", "clock")
-#: Commands that are suitable for a kind (default: all).
+#: Commands that are suitable for a kind (default: `USUAL`).
 SUITABLE = {
     **dict.fromkeys(ON_FILES, tuple({*COMMANDS} - {"data", "measure", "nodes"})),
     **dict.fromkeys(("kill a rank", "kill a worker", "hang of a rank", "hang of a worker"), ("train", "tp", "fsdp")),
@@ -59,7 +60,7 @@ SUITABLE = {
 }
 #: Commands for all other kinds: nodes have networks only in trials of the kind `network`.
 USUAL = tuple({*COMMANDS} - {"nodes"})
-#: Repeated calls after a fault.
+#: Maximum number of repeated calls after a fault.
 REPEATS = 4
 #: Seconds in which processes must end after the last call.
 GRACE_S = 60.0
@@ -134,7 +135,7 @@ def main() -> int:
 
 
 def run_trial(args: argparse.Namespace, k: int, folder: Path, expected: dict[str, Any]) -> dict[str, Any]:
-    """Run one trial; return its row of the log. The trial's folder is kept if the trial failed."""
+    """Run one trial; return its row of the log. The trial's folder is kept if the trial failed, or with `--only`."""
     draw = random.Random(f"{args.seed}/{k}")
     if args.count:
         kind = draw.choice(sorted(args.kinds or FAULTS))
@@ -179,7 +180,7 @@ def judge(trial: Trial, fault: Fault, expected: dict[str, str], limit: float) ->
     Raises
     ------
     Failed
-        The result is wrong, a message is unclear, a call hangs, or processes or files are left.
+        The result is wrong, a message is unclear, all calls fail, a call hangs, or processes or files are left.
     """
     steps = fault(trial)
     followed = False
@@ -228,7 +229,7 @@ def judge(trial: Trial, fault: Fault, expected: dict[str, str], limit: float) ->
 
 
 def follow(trial: Trial, said: str, limit: float) -> bool:
-    """Follow a call's last message; return whether it names an action before the repetition of the call."""
+    """Follow a call's message; return whether the message names an action before the repetition of the call."""
     if "in use by process" in said:
         _wait_for_others(trial, limit)
         return True
@@ -250,7 +251,7 @@ def follow(trial: Trial, said: str, limit: float) -> bool:
 
 
 def _defect(said: str) -> str:
-    """Return the first traceback of dlscale in the output of a call, or an empty text without one."""
+    """Return the first traceback or defect of dlscale in the output of a call, or an empty text."""
     for found in re.finditer(
         r"Traceback \(most(?:(?!\nTraceback \(most).)*|[^\n]*a defect of dlscale[^\n]*", said, re.DOTALL
     ):

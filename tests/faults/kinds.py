@@ -50,7 +50,7 @@ VICTIMS = {
 
 
 class Skip(Exception):
-    """Raised if this machine cannot make a fault."""
+    """Raised if a fault cannot be made, on this machine or without results."""
 
 
 @dataclass
@@ -74,7 +74,7 @@ class Trial:
         return bool(self.call and self.call.process.poll() is None)
 
     def sleep(self) -> float:
-        """Sleep until a random moment of the call, or until its end; return the seconds since the call's start."""
+        """Sleep until a random moment of the call, or until the call's end; return the moment, seconds."""
         moment = self.random.uniform(0, 0.8 * self.usual)
         end = time.monotonic() + moment
         while self.running and time.monotonic() < end:
@@ -84,7 +84,7 @@ class Trial:
     def pick(self, *roles: str) -> int | None:
         """Return a random process of the call with one of the roles (any role without arguments), and note the choice.
 
-        If the call has no such process yet, wait for one.
+        If the call has no such process yet, wait for one; return None if the call ends before.
         """
         while self.running:
             by_role: dict[str, list[int]] = {}
@@ -217,7 +217,7 @@ def two_controllers(trial: Trial) -> Generator[None]:
 
 @_fault
 def damage(trial: Trial) -> Generator[None]:
-    """Damage one file of the results before the call."""
+    """Damage a file of results, records or Snakemake, or swap two such files, before the call."""
     found = {
         what: files
         for what, patterns in VICTIMS.items()
@@ -310,7 +310,7 @@ def _mounted(trial: Trial) -> Iterator[Callable[[str], bool]]:
         yield mount
     finally:
         trial.tree.end()
-        # back onto the usual disk, so that the copy ends with the trial
+        # copy the results back to the usual disk, so that the trial's folder has them without the mount
         shutil.rmtree(kept)
         shutil.copytree(place, kept, symlinks=True)
         subprocess.run(["umount", "-l", str(place)], check=True)
@@ -320,7 +320,7 @@ def _mounted(trial: Trial) -> Iterator[Callable[[str], bool]]:
 
 @_fault
 def full_disk(trial: Trial) -> Generator[None]:
-    """Leave some kilobytes on the disk of the results from a random moment on; then free space."""
+    """Leave at most 400 kB on the disk of the results from a random moment on; free space after the call."""
     with _mounted(trial) as mount:
         yield
         moment, room = trial.sleep(), trial.random.choice([0, 4, 40, 400]) << 10
@@ -357,7 +357,7 @@ def disappearing(trial: Trial) -> Generator[None]:
 
 @_fault
 def memory(trial: Trial) -> Generator[None]:
-    """Give a process no more memory from a random moment on, or after some more megabytes."""
+    """Limit the memory of a process at a random moment, to its present size or some megabytes more."""
     yield
     trial.point = f"after {trial.sleep():.1f} s:"
     if process := trial.pick():
@@ -396,7 +396,7 @@ def clock_jump(trial: Trial) -> Generator[None]:
 
 @_fault
 def slow_disk(trial: Trial) -> Generator[None]:
-    """Slow the disk of the results down for 25 seconds from a random moment on."""
+    """Slow the disk of the results down for up to 25 seconds from a random moment on."""
     with _shimmed(trial) as set_shim:
         yield
         moment, seconds = trial.sleep(), trial.random.choice([0.02, 0.5, 5])

@@ -1,4 +1,4 @@
-"""The tiny study of the campaign: plans that use every stage, also on meshes and on two nodes."""
+"""The tiny study of the campaign: plans that use most stages, also on meshes and on two nodes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ for epoch in range(first, 4):
     print(json.dumps({"step": 8 * epoch + 8, "loss": loss.item()}), flush=True)
 """
 
-#: Starts a node's command in each of the two networks of a trial (`networks`).
+#: Program that starts a node's command in each of the two networks of a trial (`networks`).
 NODES = f"""\
 import os, signal, subprocess, sys
 
@@ -137,7 +137,7 @@ CONFIG: dict[str, Any] = {
         },
     },
 }
-#: The same study on a site whose runs start on two nodes.
+#: Site of the same study, on which runs can start on two nodes.
 NODES_SITE = {**CONFIG["site"], "starter": "torchrun", "start": ["python", "nodes.py"], "rendezvous": "10.0.0.1:29500"}
 
 
@@ -222,7 +222,8 @@ EXACT = (
         for file in ("*/model*.pt", "*/out/saved.pt", "*/config.yaml", "plan.yaml", "rung*.json")
     ),
 )
-#: Result files with times: they must exist, and be complete. JSON is parsed; of other formats, only the end is checked.
+#: Result files with times: they must exist, and be complete. JSON is parsed; of other formats, mainly the
+#: end is checked.
 WHOLE = (
     *("results/crates/*/ro-crate-metadata.json", "history.png"),
     *(
@@ -372,7 +373,7 @@ def _is_whole(file: Path) -> bool:
 
 @contextlib.contextmanager
 def networks(tree: Tree) -> Iterator[bool]:
-    """Connect two network namespaces `MARK-0` and `MARK-1` by a cable; yield whether this machine allows this."""
+    """Connect two network namespaces, named after the tree's mark, by a cable; yield whether this has worked."""
     names = [f"{tree.mark}-{node}" for node in range(2)]
 
     def ip(*words: str) -> bool:
@@ -394,7 +395,7 @@ def networks(tree: Tree) -> Iterator[bool]:
 def build(folder: Path, wanted: Collection[str]) -> None:
     """Make the study in `folder/base/STATE`, one tree per state of completion, and the expected digests.
 
-    `wanted` has the names of all steps of the build (`STEPS`), and of commands that are not steps.
+    `wanted` names the steps of the build (`STEPS`) to run, and the commands to run that are not steps.
 
     Raises
     ------

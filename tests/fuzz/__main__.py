@@ -1,10 +1,10 @@
 """A campaign of damaged files and wrong settings: `python -m tests.fuzz --count 10000`.
 
-Case K of a seed damages one of a reader's small files, or makes mistakes in a configuration, and reads it in a process
-with limits on time and memory. A reader must accept the file, or refuse it with one message of at most 1,000
-characters. `--log` gets a line for each batch of cases; a campaign continues after the last batch of the same commit
-and seed. The exit status is 1 if a case has another outcome. `--only K` repeats case K of one reader and keeps its
-files.
+Case K of a seed damages one of a reader's small files, or makes mistakes in a configuration, and reads the files in a
+process with limits on time and memory. A reader must accept the file, or refuse it with one message of at most 1,000
+characters. `--log` gets a line for each batch of cases; a campaign continues after the last batch of the same commit,
+seed and reader. The exit status is 1 if a case has another outcome. `--only K` repeats case K of the first
+reader in `--readers`, and keeps the files.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ MAX_MESSAGE = 1000
 LIMIT_S, PATIENCE, MEMORY = 10.0, 6.0, 2 * 2**30
 #: Interval between checks of a case, seconds.
 POLL_S = 0.5
-#: Cases of a process.
+#: Maximum number of cases per batch.
 BATCH = 100
 FORK = multiprocessing.get_context("fork")
 
@@ -79,7 +79,7 @@ class Server:
         gc.freeze()
 
     def run(self, numbers: Sequence[int]) -> list[Row]:
-        """Run cases, in one process unless it ends; return their outcomes."""
+        """Run cases in one process, or in a new process after a hang or crash; return their outcomes."""
         rows = list[Row]()
         while left := numbers[len(rows) :]:
             ends, words = FORK.Pipe(duplex=False)
@@ -152,7 +152,7 @@ def main() -> int:
     parser.add_argument(
         "--readers", nargs="+", choices=READERS, default=[*READERS], metavar="NAME", help="default: all"
     )
-    parser.add_argument("--only", type=int, metavar="K", help="repeat case K of the named reader, and keep its files")
+    parser.add_argument("--only", type=int, metavar="K", help="repeat case K of the first reader, and keep its files")
     parser.add_argument("--log", type=Path, help="file for one JSON line per batch (default: in --work)")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir(), f"dlscale-fuzz-{os.getuid()}"))
     args = parser.parse_args()

@@ -64,7 +64,7 @@ def damage(file: Path, other: bytes, random: Random) -> None:
 def scrambled(content: bytes, other: bytes, random: Random) -> bytes:
     """Return a file's content with some bytes changed, moved, overwritten, repeated, spliced or cut off.
 
-    Half of the changes are in the first 2048 bytes, which contain offsets and sizes in most formats.
+    Most changes are in the first 2048 bytes of a large file, which contain offsets and sizes in most formats.
     """
     data = bytearray(content or b"\0")
     size = len(data) if random.random() < 0.5 else min(len(data), 2048)
@@ -97,7 +97,7 @@ def scrambled(content: bytes, other: bytes, random: Random) -> bytes:
 
 
 def changed(document: Any, random: Random) -> Any:
-    """Return a document of mappings and lists with one to three changed values or keys."""
+    """Return a document of mappings and lists with up to three changed values or keys."""
     root = [document]
     for _ in range(random.choice([1, 1, 1, 2, 3])):
         places = _places(root)

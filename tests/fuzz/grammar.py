@@ -74,7 +74,7 @@ YAML_TRAPS = (
         "",
     ),
 )
-#: One of this number of accepted configurations is also planned by a dry run, which takes seconds.
+#: One in this many accepted configurations is, on average, also planned by a dry run, which takes seconds.
 DRY_RUNS = 10
 #: Minimum similarity of keys (`difflib`) at which a message must suggest the right key.
 SIMILAR = 0.6
@@ -150,7 +150,8 @@ def bases(folder: Path) -> None:
 def mistake(file: Path, other: bytes, random: Random) -> None:
     """Change a configuration in up to three places, and sometimes a value in its text.
 
-    The file `changed` next to it names the changed and the misspelt keys, unless a value in the text was changed.
+    The file `changed` in the same folder names the changed and the misspelt keys, unless a value in the text was
+    changed.
     """
     raw, misspelt = yaml.safe_load(file.read_text()), dict[str, str]()
     places = [_change(raw, misspelt, random) for _ in range(random.choice([1, 1, 1, 2, 3]))]
@@ -165,9 +166,9 @@ def mistake(file: Path, other: bytes, random: Random) -> None:
 
 
 def _change(raw: Node, misspelt: dict[str, str], random: Random) -> list[str]:
-    """Change a value or key, which the schema chooses; return the names of the changed keys.
+    """Change a random value or key of the schema; return the keys on the path to the change.
 
-    Note a misspelt key of the schema, with the right key, in `misspelt`.
+    A misspelt key of the schema is added, with the right key, to `misspelt`.
     """
     models, node, holder, key, keys, valid = _schema()["$defs"], _schema(), raw, "", list[str](), Node()
     while True:
@@ -209,7 +210,8 @@ def _change(raw: Node, misspelt: dict[str, str], random: Random) -> list[str]:
 def load(folder: Path) -> None:
     """Resolve a configuration; an error must name a changed key or a line, and the expected value or the remedy.
 
-    For an unknown key, the error must suggest the right key, or a key that is as similar.
+    For a misspelt key, the error must suggest the right key, or another key that is as similar, unless the similarity
+    is at most `SIMILAR`.
     """
     default = [[], {}, next(folder.glob("*.yaml")).name]
     places, misspelt, name = json.loads((folder / "changed").read_text()) if (folder / "changed").exists() else default

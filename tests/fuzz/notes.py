@@ -1,4 +1,4 @@
-"""Small files that measured programs, watchdogs, running stages and loaders write, and readers as in dlscale."""
+"""Make small files that programs, watchdogs, stages and loaders write, and read these files as dlscale does."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def turns(folder: Path) -> None:
 
 
 def make_hang(folder: Path) -> None:
-    """Write statuses, reports and stacks of two processes, the first of which waits in an operation."""
+    """Write notes of two processes, the first of which waits in an operation, and files of two runs that hung."""
     stacks = ["Current thread 0x01 (most recent call first):", '  File "/a/train.py", line 3 in step']
     for rank in (0, 1):
         known = {"rank": rank, "place": "node", "pid": rank + 7, "parent": 6, "idle": 9.0, "trains": True}

@@ -82,7 +82,7 @@ class Reader:
 
 
 def sources(settings: Settings) -> Read:
-    """Return a function that reads the first split of a dataset from the raw files in a folder."""
+    """Return a function that reads the first part of a dataset from the raw files in a folder."""
 
     def read(folder: Path) -> None:
         dataset = _dataset(settings(folder), folder)

@@ -3,7 +3,7 @@
 There are two kinds of tests. Exact: the tutorial's program starts with dlscale's initial weights and gets the batches
 of dlscale's steps. Then the losses and learning rates of all steps and the validation losses agree to float32's
 rounding. Free: both programs draw their own weights and samples, for five seeds each. Then their curves overlap within
-the spread of the seeds. Each test must also detect a changed program.
+the spread of the seeds. Tests of both kinds also detect changed programs.
 
 The restated programs are `repaired`: defects that affect the training are removed.
 """

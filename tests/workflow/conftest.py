@@ -30,7 +30,7 @@ TREE = ["Snakefile", "config.yaml", "README.md", "CITATION.cff", "rules", "profi
 RESULTS = "my results $(touch pwned) 'n' more"
 TITLE = """Gas & "stars" $(touch pwned) `touch pwned` <b>it's</b>; touch pwned"""
 
-#: Folder of the external study (made by `dlscale new-study`), next to the copy of the repository.
+#: Folder of the external study, a copy of the template of `dlscale new-study`, next to the copy of the repository.
 OUTSIDE = "a study's place"
 
 #: Profile of two steps with each profiler; the record lists profilers that are not installed.
@@ -116,7 +116,7 @@ for _study in sorted(TINY.keys() - {plan["study"] for plan in CONFIG["plans"].va
 #: Options for one thread per job, so two simultaneous jobs and other processes disturb each other less.
 THREADS = ["--set-threads", "train=1", "throughput=1", "tune=1"]
 COMMON = ["--configfile", "tiny.yaml", "--logger", "dlscale", "jobs", *THREADS]
-#: Plans with their own page; the page of the targets shows all plans.
+#: Plans whose own pages the tests request; the page of the targets shows all plans.
 PAGED = ("cosmo", "era5", "again")
 TARGETS = ["all", *(f"plan_{plan}" for plan in PAGED)]
 
@@ -307,7 +307,7 @@ def make_tree(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...
 
 @pytest.fixture(scope="session")
 def finished(make_tree: Callable[..., Tree], tmp_path_factory: pytest.TempPathFactory) -> tuple[Tree, Outcome]:
-    """Run the tiny workflow once for all processes; return its outcome and a copy that tests must not change."""
+    """Run the tiny workflow once for all test processes; return a copy, to be left unchanged, and the outcome."""
 
     def run(folder: Path) -> None:
         copy_tree(folder / "a repository")
@@ -324,5 +324,5 @@ def finished(make_tree: Callable[..., Tree], tmp_path_factory: pytest.TempPathFa
 
 @pytest.fixture
 def clone(finished: tuple[Tree, Outcome], make_tree: Callable[..., Tree]) -> Tree:
-    """Return a copy of the finished tree, including Snakemake's metadata, which a test may change."""
+    """Return a copy of the finished tree with Snakemake's metadata; a test may change the copy."""
     return make_tree(like=finished[0])

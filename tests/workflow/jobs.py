@@ -42,9 +42,9 @@ DATA = {
 ALL = tuple(DATA)
 #: Datasets that are preprocessed; the other datasets are used unchanged.
 PREPROCESSED = tuple(name for name in ALL if DATA[name]["preprocess"])
-#: Study of each dataset's runs, and (plan, run, stages) of each of its runs. Runs that are reused from another plan are
-#: left out.
+#: Dataset → study of the runs on this dataset.
 STUDY: dict[str, str] = {}
+#: Dataset → (plan, run, stages) of each run on this dataset, without runs that are reused from another plan.
 RUNS: dict[str, list[tuple[str, str, list[str]]]] = {name: [] for name in ALL}
 _USUAL = [stage for stage in RUN_STAGES if STAGES[stage].usual]
 #: Plans that train runs.

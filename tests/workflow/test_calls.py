@@ -1,4 +1,4 @@
-"""While one process writes results, Snakemake calls that would write are refused; other calls work."""
+"""While one process writes results, Snakemake calls that would change results are refused; other calls are not."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CHANGING = [
     *("-c1 --touch", "-tj1", "-c1 --report own.html --report-after-run", "-c1 --rerun-triggers input"),
     *("--delete-all-output", "--delete-temp-output", "--cleanup-metadata x", "--cleanup-shadow"),
 ]
-#: Arguments of calls that change nothing.
+#: Arguments of calls that change no results.
 LOOKING = [
     *("-n", "-kn", "-nj1", "-nc1 -sSnakefile", "--dry-run", "--dryrun", "-n --touch", "-nq", "-n --delete-all-output"),
     *("--unlock", "--lint", "--report own.html", "--summary", "--detailed-summary", "--list-rules"),
@@ -109,7 +109,7 @@ def test_whether_a_call_makes_anything(outcomes: dict[str, tuple[int, str, int]]
 def test_a_link_or_pipe_in_place_of_a_benchmark_is_replaced(
     make_tree: Callable[..., Tree], tmp_path: Path, trap: Callable[[Path, Path], Any]
 ) -> None:
-    """Another user may create the link or pipe; Snakemake would write the private file, or wait for a reader."""
+    """Another user may create a link or pipe; Snakemake would overwrite the link's target, or wait for a reader."""
     tree = make_tree()
     (private := tmp_path / "private").write_text("mine")
     (benchmark := tree.results / "benchmarks/configure/plans/again.tsv").parent.mkdir(parents=True)

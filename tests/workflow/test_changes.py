@@ -60,7 +60,7 @@ def changed(file: str, change: Callable[[str], str]) -> Edit:
 
 
 def append(file: str, text: str = "\n\nEDITED = True\n") -> Edit:
-    """Append a harmless statement to a file."""
+    """Append a harmless text to a file, by default a statement."""
     return changed(file, lambda before: before + text)
 
 
@@ -99,7 +99,7 @@ def touch(file: str) -> Edit:
 
 
 def delete(*files: str) -> Edit:
-    """Delete result files, as the purge of a scratch disk does."""
+    """Move result files or folders away, as if the purge of a scratch disk had deleted them."""
 
     def edit(tree: Tree) -> Undo:
         moved = {tree.results / file: tree.path / "purged" / file for file in files}
@@ -325,7 +325,7 @@ ROWS = [
     Row("a plan's record", extended("config/records.py", "PlanRecord"), tables(*CONFIG["plans"]), slow=True),
     # A picture is a result of the stage that draws the picture.
     Row("preview", append(f"{PACKAGE}/data/preview.py"), previews(*ALL)),
-    # Code of pages affects only pages; code of tables and published figures also affects tables.
+    # Code of pages affects only pages. Code of tables, and published figures, also affect tables.
     Row("report page", append(f"{PACKAGE}/report/report.py"), REPORTS),
     Row(
         "report template", append(f"{PACKAGE}/report/templates/report.html.j2", "<!-- edited -->\n"), REPORTS, slow=True
@@ -437,8 +437,8 @@ ROWS = [
             *tables("cosmo", "again"),  # plan `again` reuses this run
         ],
     ),
-    # The plan's other run has a paired timing with this run. The timing reruns only if the steps of this run do other
-    # work.
+    # The plan's second run, `ceiling`, has a paired timing with the first run, `unet`. The timing of `ceiling` reruns
+    # only if the steps of `unet` do other work.
     Row(
         "the first run's learning rate",
         configure("plans.cosmo.runs.unet.optimizer.lr", 5e-3),
@@ -546,7 +546,7 @@ ROWS = [
 ]
 
 
-#: Edits that rerun no job; the test applies all of them together.
+#: Edits that rerun no job and need no arguments; `test_harmless_edits_rerun_no_job` applies all of them together.
 HARMLESS = [row for row in ROWS if not (row.jobs or row.arguments)]
 
 
@@ -606,7 +606,7 @@ def test_jobs_of_the_dry_run_are_executed(clone: Tree) -> None:
 
 
 def test_table_covers_all_jobs(finished: tuple[Tree, Outcome]) -> None:
-    """The rows cover all jobs of the workflow. If this test fails, add a row for the missing job."""
+    """`EVERYTHING`, with which rows name their jobs, has exactly the jobs of the workflow. If not, adapt `jobs.py`."""
     assert finished[1].names == sorted(set(EVERYTHING))
 
 

@@ -1,4 +1,4 @@
-"""Test `dlscale crate`: the archive is valid, reproducible and equal to the results."""
+"""Test `dlscale crate`: the archive is valid and reproducible, and the packed files equal the results."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CITATION = {
     ],
 }
 
-#: All recommendations of RO-Crate's profiles that crates do not follow; comments have the reasons.
+#: Recommendations of RO-Crate's profiles that crates may not follow; comments have the reasons of most.
 LACKING = {
     "The Application SHOULD have a url",  # this repository has no url
     "The SoftwareApplication id SHOULD be an absolute URI",  # the commands have no pages
@@ -210,7 +210,10 @@ def test_large_files_and_images_are_named_by_digest(kept: Path, finished: tuple[
 
 @pytest.mark.slow
 def test_an_address_with_a_login_is_not_packed(kept: Path, finished: tuple[Tree, Outcome], tmp_path: Path) -> None:
-    """`crate` refuses records with a login. The workflow redacts logins, but stages run by hand may record them."""
+    """`crate` refuses records with a login or another secret, and records whose dataset is a path instead of a name.
+
+    The workflow redacts secrets, but stages run by hand may record secrets.
+    """
     settings, file = kept / "plans/mnist_cnn/tiny/config.yaml", tmp_path / "crate.zip"
     settings.write_text(settings.read_text() + "from: https://me:pa55@example.org/images?sig=t0ken\n")
     refused = pack(finished[0], "mnist_cnn", file, "--config", f"results={kept}")

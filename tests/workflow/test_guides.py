@@ -1,4 +1,4 @@
-"""The guides of docs/, followed literally."""
+"""Guides and tables of docs/, compared with the workflow; a new kind of dataset in the package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`dlscale new-study` and the notebook that leads to this command: every printed command runs as printed."""
+"""`dlscale new-study` and the notebook that leads to this command: the printed commands work.
+
+The tests replace the printed `make schema` by the command of this target.
+"""
 
 from __future__ import annotations
 

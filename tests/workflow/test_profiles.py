@@ -1,4 +1,4 @@
-"""The shipped plans that profile two studies on GPUs, in the output of `snakemake -n --profile perlmutter`."""
+"""Jobs of shipped plans in `snakemake -n --profile perlmutter`, mainly of plans that profile two studies on GPUs."""
 
 from __future__ import annotations
 

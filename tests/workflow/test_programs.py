@@ -22,9 +22,9 @@ from tests.conftest import TINY
 from tests.waiting import PATIENCE
 from tests.workflow.conftest import Outcome, Tree
 
-#: Settings of the shortest possible paired timing.
+#: Settings of a short paired timing.
 TIMED = {"warmup": 1, "trials": 3, "batches": 4, "seconds": 0.0, "beside": 2, "error": 0.2}
-#: Command whose steps sleep, so their duration hardly depends on the machine.
+#: Command of a program whose steps sleep, so that their duration hardly depends on the machine.
 COMMAND = ["python", "theirs.py", "--batch-size", "{batch_size}", "--epochs", "{epochs}", "--sleep", "{sleep}"]
 PROGRAM: dict[str, Any] = {
     "command": [*COMMAND, "--out", "{out}", "--seed", "{seed}"],
@@ -121,7 +121,7 @@ def runs(tree: Tree, plan: str) -> dict[str, RunResult]:
 
 
 def check_environments(tree: Tree) -> None:
-    """Check that programs get the caller's variables unchanged, plus the variables that docs/any_program.md lists."""
+    """Check that programs get the caller's variables unchanged, except for variables that docs/any_program.md lists."""
     found = [json.loads(file.read_text()) for file in tree.path.glob("environment.*.json")]
     timed = [each for each in found if "DLSCALE_STEPS_EVERY" in each]
     assert len(found) - len(timed) == 4 and len(timed) >= 4, (
@@ -137,7 +137,10 @@ def check_environments(tree: Tree) -> None:
 
 @pytest.mark.slow
 def test_dlscale_run_changes_no_environment(make_tree: Callable[..., Tree]) -> None:
-    """A program and a user's rule get the caller's variables and `python`, and can import modules of their folders."""
+    """A program and a user's rule get the caller's variables and `python`, and can import modules of their folders.
+
+    The program lacks the variables of ranks, such as RANK, because dlscale starts one process for the program.
+    """
     settings = {"program": {"command": ["python", "alone.py"], "rate": "nersc"}}
     settings |= {"throughput": {"trials": 2, "beside": 0}}
     plan = {"study": "program", "measure": ["throughput"], "settings": settings, "runs": {"one": {}}}
@@ -246,7 +249,7 @@ def test_tuning(tree: Tree) -> None:
 
 @pytest.mark.slow
 def test_a_failed_try_is_resumed(tree: Tree) -> None:
-    """A retry uses the program's own resume option and gives the result of an uninterrupted run."""
+    """The next call uses the program's own resume option, and the result has the epochs of both tries."""
     program = {
         **PROGRAM,
         "command": [*PROGRAM["command"], "--fail-after", "2", "{resume}"],

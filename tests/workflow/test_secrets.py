@@ -46,7 +46,7 @@ class _Guarded(http.server.SimpleHTTPRequestHandler):
 
 @pytest.fixture
 def guarded(tmp_path: Path) -> Iterator[tuple[str, list[str]]]:
-    """Yield the address of a folder with digits, and the list of requested files."""
+    """Yield the address of a folder with digits, and the list of files that the server has sent."""
     rng, folder = np.random.default_rng(5), tmp_path / "served"
     folder.mkdir()
     files(folder, (rng.integers(0, 256, (48, 28, 28), dtype=np.uint8), rng.integers(0, 10, 48, dtype=np.uint8)))

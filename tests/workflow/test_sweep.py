@@ -125,7 +125,10 @@ JOBS = [
 
 @pytest.mark.slow
 def test_the_printed_command_trains_the_winner(finished: tuple[Tree, Outcome], clone: Tree) -> None:
-    """The printed command works, although the folder's name needs quotes and only `tuned.yaml` contains the plan."""
+    """A dry run of the printed command lists the winner's jobs, although the folder's name needs quotes.
+
+    Only `tuned.yaml` contains the plan.
+    """
     (job,) = [job for job in finished[1].jobs if job.rule == "tune"]
     words = shlex.split(job.command)
     given = {flag: words[words.index(flag) + 1] for flag in ("--call", "--run", "--out")}

@@ -152,7 +152,7 @@ def test_the_terminal_shows_progress_and_messages(make_tree: Callable[..., Tree]
 def test_raw_files_that_are_replaced_are_seen(make_tree: Callable[..., Tree]) -> None:
     """A replaced raw file is detected even if it is older, also in a study's own kind of dataset.
 
-    If a raw file is missing, its dataset is kept.
+    If a raw file is missing, its dataset is kept. A file that the study opens without naming it in `parts` is an error.
     """
     array = {"channels": ["f"]}
     arrays = {"kind": "arrays", "all": {"input": "mine.npz", "target": "mine.npz"}, "input": array, "target": array}

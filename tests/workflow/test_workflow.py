@@ -37,7 +37,7 @@ Make = Callable[..., Tree]
 # ---- files of the results folder --------------------------------------------------------------------
 
 
-#: Files that each job writes to the results folder.
+#: Files that each job leaves in the results folder, without the folders and files that `test_layout` lists.
 FILES = {
     "configure_plan": ["plans/{plan}/plan.yaml"],
     "acquire": ["data/{dataset}/source/{file}"],
@@ -83,7 +83,7 @@ FILES = {
 
 
 def test_layout(finished: tuple[Tree, Outcome]) -> None:
-    """The jobs write exactly the files in `FILES`, and no partial file is left."""
+    """Outside of the listed folders, the jobs leave exactly the files in `FILES`, and no partial file."""
     tree, outcome = finished
     files = {str(path.relative_to(tree.results)) for path in tree.results.rglob("*") if path.is_file()}
     jobs = [job for job in outcome.jobs if job.command]
@@ -134,7 +134,7 @@ def test_contents(finished: tuple[Tree, Outcome]) -> None:
 
 
 def test_jobs_of_the_call_are_known(finished: tuple[Tree, Outcome]) -> None:
-    """All telemetry rows have the CPU use of this call's other jobs, so this use does not count as foreign load."""
+    """Telemetry rows of trainings have the CPU use of the call's other jobs, so it does not count as foreign load."""
     tree, _ = finished
     files = [*tree.results.glob("plans/*/*/telemetry/train.csv")]
     assert files and all(row.cpu_call is not None for file in files for row in telemetry.read(file))
@@ -349,7 +349,7 @@ def test_no_lambda_in_the_rules() -> None:
 
 
 def test_failing_stage(finished: tuple[Tree, Outcome], make_tree: Make) -> None:
-    """The terminal shows the stage's one-line error and no file is left. After a repair the same command continues."""
+    """The terminal shows the stage's one-line error, and no data file is left. After a repair the command works."""
     config = copy.deepcopy(CONFIG)
     names = ["a box $(touch pwned).h5", "another 'box'.h5"]
     source = {"kind": "files", "train": [f"raw/{names[0]}"], "valid": [f"raw/{names[1]}"]}
