@@ -62,7 +62,8 @@ def is_tcp(network: str | None) -> bool:
 def check_network(network: str | None, logged: bool = True) -> None:
     """Raise `UserError` if NCCL uses TCP although the site declares a faster network (`site.fabric`).
 
-    If NCCL wrote a log (`logged`) that does not name the network, log a warning.
+    If the site declares a network, and NCCL wrote a log (`logged`) that does not name the network in use, log a
+    warning.
     """
     fabric = os.environ.get(FABRIC)
     if fabric and logged and network is None:
