@@ -16,7 +16,8 @@
 #   --keep-going             `workflow.execution_settings`: with this option, a broken dataset must not end the call.
 #   requested files          `workflow.dag`: the end of a call lists the pages that show these files.
 #   jobs that would run      `workflow.dag.needrun_jobs`: their cost and requirements.
-#   requests of jobs         `job.resources`, `workflow._localrules`: not printed if a rule has a message.
+#   requests of jobs         `job.resources`, `workflow._localrules`: Snakemake prints no requests of rules with a
+#                            message.
 #   user's options of sbatch `rule.resources`, `workflow.resource_settings._parsed_overwrite_resources` and
 #                            `_parsed_default_resources`: a user's `slurm_extra` would replace dlscale's, or be ignored.
 #   secrets in a report      `workflow.configfiles`: configuration files with logins or secrets are left out of

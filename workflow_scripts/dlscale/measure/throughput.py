@@ -2,7 +2,8 @@
 
 Loading (IO) takes batches from the loader without using them. Computing (SYNTHETIC) trains on one batch that stays on
 the device. Training (FULL) trains on the loader's batches. Trials and JSON keys are those of romerojosh/benchy.
-With `--beside`, paired timing then compares FULL with the plan's first run (`dlscale.measure.turns`).
+For a single-process run with `--beside`, paired timing (`dlscale.measure.turns`) then compares FULL with the plan's
+first run.
 """
 
 from __future__ import annotations

@@ -73,6 +73,7 @@ def check_network(network: str | None, logged: bool = True) -> None:
     if fabric and is_tcp(network):
         raise UserError(
             f"site.fabric: the site's network is {fabric}, but NCCL exchanges data between nodes over TCP (network "
-            f"{network}), so timings would be worthless. Provide NCCL's plug-in for {fabric}: by site.modules in "
-            "containers, otherwise by NCCL_NET_PLUGIN in site.environment. To measure over TCP, set fabric: ethernet"
+            f"{network}), so timings would be worthless. Provide NCCL's plug-in for {fabric}: by site.modules with "
+            "Shifter, in the image with other engines, without containers by NCCL_NET_PLUGIN in site.environment. To "
+            "measure over TCP, set fabric: ethernet"
         )

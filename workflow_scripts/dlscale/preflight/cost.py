@@ -551,7 +551,9 @@ def budget_message(rows: Sequence[Row], budget: Budget) -> str | None:
     if not exceeded:
         return None
     limits = (
-        " (≤: jobs without an estimate count at their time limit, site.scheduler.minutes)" if bound_mark(rows) else ""
+        " (≤: jobs without an estimate count at their time limit; lower site.scheduler.minutes)"
+        if bound_mark(rows)
+        else ""
     )
     return (
         f"budget: the jobs need an estimated {' and '.join(exceeded)}{limits}. Raise the budget, drop runs or "
