@@ -455,7 +455,8 @@ class Row:
 def price(works: Iterable[Work], scheduler: Scheduler, results: Path) -> list[Row]:
     """Return the cost of works on the site's nodes and queues.
 
-    Node-hours = hours × nodes × fraction of a node (by GPUs or CPUs; 1 in queues with `whole_nodes`).
+    Node-hours = hours × nodes × fraction of a node (the greatest of GPUs, CPUs and memory; 1 in queues with
+    `whole_nodes`).
     Charged hours = node-hours × charge of the queue; the first `full_charge_minutes` of each job count in full.
     GPU-hours = hours × GPUs: all GPUs of the nodes in queues with `whole_nodes`, in other queues the devices of the run
     (one for a data job); zero on nodes without GPUs.
