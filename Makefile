@@ -101,7 +101,7 @@ taste: $(VENV)/.installed  ## run the ladder of one study and write its report, 
 
 .PHONY: demo
 ifeq ($(ENGINE),)
-demo: $(VENV)/.installed  ## run the complete workflow at demo scale; the last line names the report
+demo: $(VENV)/.installed  ## run the complete workflow at demo scale; the last lines name the report
 	$(say) 'Running the workflow (config.yaml)'
 	@$(DEMO)
 else

@@ -8,15 +8,16 @@
 #                            rules, but misspelt targets, and runs that this machine cannot run, are refused earlier.
 #   dry run or not           `workflow.execute`, `create_report` and others: Snakemake's settings choose one of these
 #                            methods. The call must wait for jobs of an earlier controller before Snakemake checks which
-#                            results exist. `onstart` is too late for that, and `--unlock` or `--lint` must not wait.
+#                            results exist. `onstart` would be too late, and `--unlock` or `--lint` must not wait.
 #   end of a call            `workflow.execute`: no hook is called after a dry run, or if all files are up to date.
 #   failed jobs              `workflow.scheduler.failed`: the end of a call lists them, with their last messages.
-#   signals of Slurm         `JobScheduler.exit_gracefully`, the handler of TERM: it only waits for jobs; their
-#                            processes get the signal from us.
+#   signals of Slurm         `JobScheduler.exit_gracefully`, the handler of TERM: Snakemake only waits for jobs;
+#                            dlscale passes the signal on to the processes of these jobs.
 #   --keep-going             `workflow.execution_settings`: with this option, a broken dataset must not end the call.
 #   requested files          `workflow.dag`: the end of a call lists the pages that show these files.
 #   jobs that would run      `workflow.dag.needrun_jobs`: their cost and requirements.
-#   requests of jobs         `job.resources`, `workflow._localrules`: not printed if a rule has a message.
+#   requests of jobs         `job.resources`, `workflow._localrules`: Snakemake prints no requests of rules with a
+#                            message.
 #   user's options of sbatch `rule.resources`, `workflow.resource_settings._parsed_overwrite_resources` and
 #                            `_parsed_default_resources`: a user's `slurm_extra` would replace dlscale's, or be ignored.
 #   secrets in a report      `workflow.configfiles`: configuration files with logins or secrets are left out of
@@ -44,7 +45,8 @@ if workflow.is_main_process:
     interrupt.end_at_once("snakemake")
 else:
     # Slurm may signal only the first process of a task (proctrack/cgroup). For a run on one device, this process is
-    # Snakemake, which would ignore USR2 (before the time limit), and wait for the training on TERM.
+    # Snakemake. Without these handlers, Snakemake would ignore USR2, the warning before the time limit, and after TERM
+    # would only wait for the training.
     signal.signal(signal.SIGUSR2, process.pass_on)
     JobScheduler.exit_gracefully = in_turn(partial(process.pass_on, signal.SIGTERM), JobScheduler.exit_gracefully)
 

@@ -52,7 +52,7 @@ def show_end():
 
 
 def tell_nothing():
-    """Print that all files are up to date, unless Snakemake's own message is shown."""
+    """If no job would run, print that all files are up to date, unless Snakemake's own message is shown."""
     if displays() and not workflow.dag:
         tell("Nothing to be done: all files exist, and are up to date.")
 

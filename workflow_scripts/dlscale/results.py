@@ -80,7 +80,7 @@ class RunResult:
     settings: Raw  #: Content of `config.yaml`.
     provenance: Provenance | None = None
     epochs: list[Epoch] = field(default_factory=list)  #: Epochs of a training or a program's log; empty without both.
-    throughput: Throughput | None = None  #: Record of the throughput stage, with peaks from `with_shared_peaks`.
+    throughput: Throughput | None = None  #: Record of the throughput stage, else `program`. Peaks: `with_shared_peaks`.
     profile: Profile | None = None
     prediction: Path | None = None  #: Figure of prediction against truth.
     telemetry: dict[str, list[list[Sample]]] = field(default_factory=dict)  #: Samples of each node, by stage.
@@ -192,7 +192,7 @@ class RunResult:
 
     @property
     def speed(self) -> float | None:
-        """Speed in mode FULL of the throughput stage; without this stage, speed of the training."""
+        """Speed in mode FULL of `throughput`; without this record, speed of the training."""
         if self.throughput is not None:
             return self.throughput.full.mean if self.throughput.full else None
         return self.training_speed
@@ -326,7 +326,7 @@ class PlanResult:
 
     @cached_property
     def best(self) -> RunResult | None:
-        """Best of the trained runs; None if all diverged."""
+        """Best of the trained runs; None if all diverged, or without trained runs."""
         return next((run for run in self.ranked if math.isfinite(self.score(run)[0])), None)
 
     def _rank(self, run: RunResult) -> tuple[int, int, float]:
@@ -367,7 +367,7 @@ class PlanResult:
         return losses.pop() if len(losses) == 1 else LossInfo(title="losses of several kinds")
 
     def changed(self, run: RunResult) -> str:
-        """Return the settings that a run changes from the first run (in a ladder: from the run before), as text."""
+        """Return up to four settings that differ from the first run (in a ladder: from the run before), as text."""
         before = dict(zip(self.runs[1:], self.runs, strict=False)) if self.record.kind == "ladder" else {}
         other = before.get(run, self.runs[0])
         named = [f"{key}: {new}" for key, (_, new) in changes(other.settings, run.settings).items() if new is not None]
@@ -502,7 +502,7 @@ def _beside_trials(usages: Sequence[Usage]) -> float:
 
 
 def foreign_cores(usage: Usage) -> float:
-    """Return the number of cores that other programs kept busy."""
+    """Return the number of logical CPUs that other programs kept busy."""
     return max(0.0, usage.cores_cpu_seconds - usage.cpu_seconds) / usage.seconds
 
 

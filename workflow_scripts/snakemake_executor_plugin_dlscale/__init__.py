@@ -12,8 +12,8 @@ authors:
 - A submission that Slurm refuses because of a limit on the number of jobs, or does not answer, is repeated for an hour.
   If Slurm has accepted an unanswered submission, the executor adopts the accepted job instead. The plugin counts the
   job as failed.
-- Slurm forgets an ended job after its `MinJobAge`. At most half of this time passes between two status queries; the
-  plugin waits for up to 180 seconds, so it may miss the end of a job.
+- Slurm forgets an ended job after its `MinJobAge`. Between two status queries, at most half of this time passes (at
+  least ten seconds). The plugin waits for up to 180 seconds, so the plugin may miss the end of a job.
 - Ctrl-C cancels all jobs. The plugin cancels the known jobs first, and then submits the jobs that wait for `sbatch`.
 - Status queries list only the user's own jobs. The plugin's queries list the jobs of all users.
 """
@@ -49,7 +49,7 @@ TEMPORARY = re.compile(
 #: Final states that the plugin takes for states of an active job; states of jobs that wait for a release.
 ENDED = {"REVOKED", "LAUNCH_FAILED", "RECONFIG_FAIL"}
 HELD = {"SPECIAL_EXIT", "REQUEUE_HOLD", "RESV_DEL_HOLD"}
-#: Pattern of Slurm's reasons for a pending job that does not change by waiting.
+#: Pattern of Slurm's reasons for a pending job that does not start without the user's action.
 STUCK = re.compile(
     r"JobHeld\w*|.*held$|BadConstraints|DependencyNeverSatisfied|Partition(?:Time|Node)Limit|Invalid(?:Account|QOS)"
     r"|(?:Account|Qos|QOS)NotAllowed|Reservation(?:Deleted|Invalid)|(?:Assoc|QOS)Grp\w*(?<!Run)Minutes\w*"
@@ -117,10 +117,14 @@ class Executor(SlurmExecutor):
             return
         self._reported.add((number, reason or state))
         is_held = state in HELD or "held" in reason.lower()
-        remedy = f"Release it with `scontrol release {number}`, or cancel" if is_held else "Change the limit, or cancel"
+        remedy = (
+            f"Release it with `scontrol release {number}` (only administrators end an administrator's hold)"
+            if is_held
+            else "Correct the request or the limit"
+        )
         self.logger.warning(
-            f"Slurm job {number} does not start by waiting: state {state}, reason {reason or 'unknown'}. {remedy} "
-            f"it with `scancel {number}`."
+            f"Slurm job {number} does not start by waiting: state {state}, reason {reason or 'unknown'}. {remedy}, "
+            f"or cancel it with `scancel {number}`."
         )
 
     def report_job_submission(self, job_info: SubmittedJobInfo) -> None:

@@ -75,7 +75,7 @@ def ranks_seen(root: int) -> int:
 
 
 class Meter:
-    """Counter of the resource use of this process and its descendants, and of all programs on the same cores."""
+    """Counter of the resource use of this process and its descendants, and of all programs on the same logical CPUs."""
 
     def __init__(self) -> None:
         self._cores, self._own = core_seconds(), used(os.getpid())
@@ -105,5 +105,5 @@ class Meter:
 
 
 def core_seconds() -> list[float]:
-    """Return the processor time of all programs on each core since the machine started, seconds."""
+    """Return the processor time of all programs on each logical CPU since the machine started, seconds."""
     return [each.user + each.nice + each.system + each.irq + each.softirq for each in psutil.cpu_times(percpu=True)]

@@ -31,7 +31,9 @@ class Activity(Record):
     launches: float | None = None  #: Number of kernels, copies and graphs that the host launched.
     syncs: float | None = None  #: Number of waits of the host for the device.
     sync_seconds: float | None = None  #: Seconds in which the host waits for the device.
-    items: float | None = None  #: Number of values read by `.item()`; each such read makes the host wait for a GPU.
+    #: Number of values read by `.item()`: on a GPU, reads for which the host waited; on a CPU, reads outside of the
+    #: ranges `data` and `optimizer`.
+    items: float | None = None
     device_busy: float | None = None  #: Fraction of the step time in which the device computed or copied.
     #: Range on the host → seconds per step in which the device is idle during the range; the sum over ranges is
     #: (1 - device_busy) times the step time. `model_dump` leaves out an empty dict, which would overwrite the values of
@@ -98,7 +100,7 @@ class TopEntry(Record):
     seconds: float = Field(ge=0, allow_inf_nan=False)
     std: float = 0.0  #: Standard deviation of `seconds` over the steps.
     share: float = 0.0  #: `seconds` as a fraction of the step's time.
-    total: Known = None  #: For functions, as `share`, but with the time of called functions.
+    total: Known = None  #: For functions: `share`, including the time of called functions.
     note: str = ""
 
 

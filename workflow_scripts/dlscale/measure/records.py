@@ -26,9 +26,10 @@ class Usage(Record):
 
     begin: float | None = None  #: Start of the measurement, seconds since 1970-01-01 UTC.
     seconds: float = Field(ge=0)
-    cores: int = Field(ge=1)  #: Number of cores that the run's processes on the node may use.
+    cores: int = Field(ge=1)  #: Number of logical CPUs that the run's processes on the node may use.
     cpu_seconds: float  #: Processor seconds of the run's processes on the node, with the loader's processes.
-    cores_cpu_seconds: float  #: Processor seconds of all programs on these `cores`.
+    #: Processor seconds of all programs on these logical CPUs; for an external program, on all of the node's CPUs.
+    cores_cpu_seconds: float
     read_bytes: int | None = None  #: Bytes that the run's processes fetched from disks, not from the page cache.
 
 
@@ -36,7 +37,7 @@ class Trials(Record):
     """One mode of a throughput measurement, with the JSON keys of benchy (romerojosh/benchy).
 
     Rates are in samples/s (for some external programs in steps/s), times in seconds. `avg_iter_throughput` equals
-    `trial_throughput`, because single steps are not timed.
+    `trial_throughput`, because rates of single steps are not recorded.
     """
 
     trial_throughput: list[float] = []
@@ -46,7 +47,7 @@ class Trials(Record):
     std: Measured = 0.0
     rank_throughput: list[
         float
-    ] = []  #: Mean samples/s of each process, without its waits for other processes at the ends of trials.
+    ] = []  #: Mean rate of each process, without its waits for other processes at the ends of trials.
     usage: Usage | None = None  #: Resource use during the trials, without the warm-up.
 
 
@@ -58,7 +59,8 @@ class SampleWork(Record):
     #: Bytes that the uncompiled operators of forward pass, backward pass and update read and write, including data that
     #: stay in a cache between two operators. None if the bytes cannot be counted.
     bytes: float | None = None
-    operators: float | None = None  #: Number of operators that one uncompiled step calls, at any batch size.
+    #: Number of operators that one uncompiled step calls, at any batch size, without activation checkpointing.
+    operators: float | None = None
     source: Literal["formula", "counted"]  #: Source of the FLOPs: the study's formula, or counted operators.
 
     @property
@@ -75,12 +77,12 @@ class OperatorWork(Record):
     module: str
     calls: float
     seconds: float = Field(ge=0)  #: Time on the device per step.
-    flops: float = Field(ge=0)  #: FLOPs if the operator is a matrix product or convolution, else 0.
+    flops: float = Field(ge=0)  #: FLOPs of a matrix product, convolution or attention; 0 for other operators.
     bytes: float = Field(ge=0)  #: Bytes read and written.
 
 
 class Peaks(Record):
-    """Peak rates of one device, measured in the process of the run."""
+    """Peak rates of one device, measured in the run's processes; means over the devices of the run."""
 
     dtype: str  #: Number format of the matrix product, from the run's precision.
     flops: float = Field(gt=0)  #: FLOP/s of a large matrix product, or of the run if the run was faster.

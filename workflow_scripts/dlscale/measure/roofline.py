@@ -83,7 +83,7 @@ def sample_work(session: Session, batch: Batch) -> tuple[SampleWork | None, Samp
 
 
 def counted(session: Session, batch: Batch) -> SampleWork:
-    """Count the work of the operators of a step, per sample of the batch.
+    """Count FLOPs and bytes of a step's operators per sample of the batch, and the number of operators per step.
 
     If several devices share a model, the operators of the complete model on one device are counted.
     """
@@ -161,7 +161,10 @@ def _attention_backward(
 def _convolution_backward(
     gradient: torch.Size, x: torch.Size, weight: torch.Size, *rest: Any, out_shape: Any = None, **more: Any
 ) -> int:
-    """Return a forward pass's FLOPs for each requested gradient; PyTorch's own formula ignores groups."""
+    """Return a forward pass's FLOPs for each requested gradient (input, weight).
+
+    PyTorch's own formula ignores groups.
+    """
     transposed, wanted = rest[4], rest[7]
     places = (x if transposed else gradient)[2:].numel() * x[0]
     return 2 * places * weight.numel() * (int(wanted[0]) + int(wanted[1]))
@@ -362,7 +365,7 @@ def _at_once(work: Callable[[], float]) -> float:
 
 
 def _threads() -> int:
-    """Return the number of PyTorch's threads in this process, at most the number of the process's cores."""
+    """Return the number of PyTorch's threads in this process, at most the number of the process's logical CPUs."""
     return min(torch.get_num_threads(), len(os.sched_getaffinity(0)))
 
 

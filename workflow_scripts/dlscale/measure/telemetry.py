@@ -163,7 +163,7 @@ def bus_ids(count: int) -> list[str]:
     """Return the PCI addresses of the first `count` devices that a CUDA program sees, in CUDA's order.
 
     The CUDA driver applies CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER. The query creates no context, which would take
-    memory on the device. The list is empty without a driver.
+    memory on the device. The list is empty without a driver, or if a query fails.
     """
     try:
         cuda = ctypes.CDLL("libcuda.so.1")

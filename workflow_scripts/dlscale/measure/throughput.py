@@ -2,7 +2,8 @@
 
 Loading (IO) takes batches from the loader without using them. Computing (SYNTHETIC) trains on one batch that stays on
 the device. Training (FULL) trains on the loader's batches. Trials and JSON keys are those of romerojosh/benchy.
-For a single-process run, paired timing then compares FULL with the plan's first run (`dlscale.measure.turns`).
+For a single-process run with `--beside`, paired timing (`dlscale.measure.turns`) then compares FULL with the plan's
+first run.
 """
 
 from __future__ import annotations
@@ -126,8 +127,9 @@ def trials(
 ) -> Trials:
     """Run warm-up and counted trials of a mode (one of `MODES`, or `alone`) over one unbroken stream of batches.
 
-    All ranks begin a trial together, and the trial ends when the slowest rank ends. Warm-up trials are repeated until a
-    trial takes at least half of `settings.seconds`. The last warm-up trial determines the number of batches per trial.
+    All ranks begin a trial together, and the trial ends when the slowest rank ends. At least `settings.warmup` warm-up
+    trials run, and more until a trial takes at least half of `settings.seconds`. The last warm-up trial determines the
+    number of batches per counted trial, at least `settings.batches`.
     """
     size, warmed = settings.batches, 0
 

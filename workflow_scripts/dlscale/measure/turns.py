@@ -140,9 +140,9 @@ class Turns:
             Planned duration of all turns together, s; an opening has at least two rounds. After the second opening, no
             further opening begins if starting the runs has taken longer than this duration in total.
         error
-            Relative half-width of the ratio's 95 % interval at which an opening ends early. An opening with a
-            half-width above `MAX_ERROR_RATIO` times this value is prolonged, to at most `MAX_DURATION_RATIO` times its
-            planned duration.
+            Relative half-width of the ratio's 95 % interval at which an opening ends early, after `MIN_ROUNDS` rounds
+            or more. An opening with a half-width above `MAX_ERROR_RATIO` times this value is prolonged, to at most
+            `MAX_DURATION_RATIO` times the opening's planned duration.
 
         Raises
         ------
@@ -183,7 +183,7 @@ def _rounds(
         for turn in (order, order[::-1]):
             rates = {number: couple[number].turn() for number in turn}
             found.append((rates[0], rates[1]))
-            progress.update(progress.done)  # an opening may last hours
+            progress.update(progress.done)  # renews the stage's status, because an opening may last hours
     for subject in couple:
         subject.close()
     return found

@@ -62,7 +62,8 @@ def is_tcp(network: str | None) -> bool:
 def check_network(network: str | None, logged: bool = True) -> None:
     """Raise `UserError` if NCCL uses TCP although the site declares a faster network (`site.fabric`).
 
-    If NCCL wrote a log (`logged`) that does not name the network, log a warning.
+    If the site declares a network, and NCCL wrote a log (`logged`) that does not name the network in use, log a
+    warning.
     """
     fabric = os.environ.get(FABRIC)
     if fabric and logged and network is None:
@@ -72,6 +73,7 @@ def check_network(network: str | None, logged: bool = True) -> None:
     if fabric and is_tcp(network):
         raise UserError(
             f"site.fabric: the site's network is {fabric}, but NCCL exchanges data between nodes over TCP (network "
-            f"{network}), so timings would be worthless. Provide NCCL's plug-in for {fabric}: by site.modules in "
-            "containers, otherwise by NCCL_NET_PLUGIN in site.environment. To measure over TCP, set fabric: ethernet"
+            f"{network}), so timings would be worthless. Provide NCCL's plug-in for {fabric}: by site.modules with "
+            "Shifter, in the image with other engines, without containers by NCCL_NET_PLUGIN in site.environment. To "
+            "measure over TCP, set fabric: ethernet"
         )

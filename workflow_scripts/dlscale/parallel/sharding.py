@@ -26,5 +26,5 @@ class Sharding:
     columns: Sequence[str] = ()  #: Linear layers sharded by outputs: each device computes some of the outputs.
     rows: Sequence[str] = ()  #: Linear layers sharded by inputs (outputs of `columns`); partial outputs are summed.
     #: Modules that take queries, keys and values [B, heads, N, head dimension]. Further arguments, such as a mask of
-    #: keys, are about all tokens, without an axis of queries.
+    #: keys, must be for all tokens, and must not have an axis of queries.
     attend: Sequence[str] = ()

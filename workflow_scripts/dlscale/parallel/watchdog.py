@@ -63,7 +63,7 @@ class Heartbeat(NamedTuple):
     entered: int = 0  #: Number of ranges entered, plus number of parts of the run entered or left.
     range: str = ""  #: Name of the current range or part.
     kind: str = ranges.OPENING  #: Kind of the current work, which decides the timeout.
-    exchanges: int = 0  #: Number of exchanges begun by the steps.
+    exchanges: int = 0  #: Number of exchanges begun, without `background`.
     background: int = 0  #: Number of exchanges begun by the thread that writes checkpoints.
     #: Seconds since `entered`, `exchanges` or `background` changed, or since an update of a `Progress`.
     age: float = 0.0
@@ -327,7 +327,7 @@ def provided_text(name: str) -> str:
 
 
 def _exchanges() -> tuple[int, int]:
-    """Return how many exchanges this rank has begun in its steps, and in the thread that writes checkpoints."""
+    """Return how many exchanges this rank has begun outside and inside the thread that writes checkpoints."""
     begun = [
         (group.group_desc == BACKGROUND, group._get_sequence_number_for_group())
         for group in list[Any](distributed_c10d._world.pg_map)

@@ -26,7 +26,7 @@ BACKGROUND = "background"
 
 @dataclass(frozen=True)
 class World:
-    """Ranks of a run, one per device, as this process sees them."""
+    """Ranks of a run, as this process sees them: one per device, or one for all GPUs with `parallel.kind: dp`."""
 
     rank: int = 0
     size: int = 1

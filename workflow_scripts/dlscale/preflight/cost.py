@@ -1,8 +1,8 @@
 """`dlscale cost`: estimate the time, nodes and charge of jobs before they run.
 
 An estimate is based on a rate in samples/s, measured or published, of the same work on the same kind of device
-(docs/sites.md). A stage that trains no samples needs no rate, because its settings define its time. If a rate is needed
-but unknown, the job's time limit is an upper bound, marked «≤». Estimates do not include retries.
+(docs/sites.md). A stage without training samples needs no rate, because the settings define its time. If a rate is
+needed but unknown, the job's time limit is an upper bound, marked «≤». Estimates do not include retries.
 """
 
 from __future__ import annotations
@@ -339,9 +339,9 @@ def in_all(jobs: Iterable[tuple[Expected, float]]) -> Expected:
 
 
 def threads(stage: str, run: Run, on_gpus: bool) -> int | None:
-    """Return the cores that a run's job uses; None: all cores.
+    """Return the number of logical CPUs that a run's job uses; None: all.
 
-    Only a training on CPUs uses fewer cores, if its run sets `threads` but not `cpus`.
+    Only a training on CPUs uses fewer logical CPUs, if its run sets `threads` but not `cpus`.
     """
     # All runs with `cpus` use the machine's first CPUs, so two such runs cannot run at the same time.
     alone = stage != "train" or on_gpus or run.cpus
@@ -349,7 +349,7 @@ def threads(stage: str, run: Run, on_gpus: bool) -> int | None:
 
 
 def share(threads: int | None, cores: int) -> float:
-    """Return the fraction of a machine that a job with this number of threads uses; None means all cores."""
+    """Return the fraction of a machine that a job with this number of threads uses; None means all of its `cores`."""
     return min(threads or cores, cores) / cores
 
 
@@ -455,9 +455,11 @@ class Row:
 def price(works: Iterable[Work], scheduler: Scheduler, results: Path) -> list[Row]:
     """Return the cost of works on the site's nodes and queues.
 
-    Node-hours = hours × nodes × fraction of a node (by GPUs or CPUs; 1 in queues with `whole_nodes`).
+    Node-hours = hours × nodes × fraction of a node (the greatest of GPUs, CPUs and memory; 1 in queues with
+    `whole_nodes`).
     Charged hours = node-hours × charge of the queue; the first `full_charge_minutes` of each job count in full.
-    GPU-hours count all GPUs of complete nodes.
+    GPU-hours = hours × GPUs: all GPUs of the nodes in queues with `whole_nodes`, in other queues the devices of the run
+    (one for a data job); zero on nodes without GPUs.
     Without an estimate, the hours are the time limit. Raise `UserError` for a geometry that does not fit the site.
     """
     rows = []
@@ -550,7 +552,9 @@ def budget_message(rows: Sequence[Row], budget: Budget) -> str | None:
     if not exceeded:
         return None
     limits = (
-        " (≤: jobs without an estimate count at their time limit, site.scheduler.minutes)" if bound_mark(rows) else ""
+        " (≤: jobs without an estimate count at their time limit; lower site.scheduler.minutes)"
+        if bound_mark(rows)
+        else ""
     )
     return (
         f"budget: the jobs need an estimated {' and '.join(exceeded)}{limits}. Raise the budget, drop runs or "

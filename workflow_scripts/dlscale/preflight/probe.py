@@ -22,7 +22,7 @@ from dlscale.data.manifest import Manifest
 
 Status = Literal["ok", "warn", "FAIL", "skip"]
 
-#: Free bytes below which a check fails, and free bytes below which the check warns.
+#: Free bytes below which a check fails, and free bytes below which the check warns (also below a tenth of the disk).
 FAIL_FREE_BYTES, WARN_FREE_BYTES = 0.5e9, 20e9
 #: Seconds by which the clocks of this machine and of a file server may differ.
 SKEW_S = 60.0
@@ -99,9 +99,9 @@ def probe_space(folder: Path) -> Finding:
 
 
 def probe_clock(inputs: Iterable[str]) -> list[Finding]:
-    """Refuse inputs of jobs that were written in the future.
+    """Refuse input files and folders that were written in the future.
 
-    After such a job, Snakemake would delete its outputs, because they are older than the input. For
+    Snakemake would delete the outputs of a job with such an input, because the outputs are older than the input. For
     Snakemake, a folder is as old as its file `.snakemake_timestamp`.
     """
     late = {

@@ -56,7 +56,7 @@ Example: dlscale run PLAN --cores 4
 SETTING = re.compile(r"([A-Za-z_][\w-]*(?:\.[\w-]+)*)=(.*)", re.DOTALL)
 #: Options of `dlscale run` itself.
 OURS = re.compile(r"-[hnp]+|--|--(help|dry-?run|printshellcmds|(workflow-)?profile(=.*)?)")
-#: Snakemake's options for settings and for settings files, which each call must repeat: no call remembers them.
+#: Snakemake's options for settings and settings files. Each call must repeat these options.
 SETTINGS = {"--config", "-C", "--configfile", "--configfiles"}
 #: Suffixes of settings files. Several such files may follow `--configfile`.
 ENDS = (".yaml", ".yml", ".json")

@@ -1,4 +1,4 @@
-"""`dlscale status`: progress of the runs of plans; and progress of a running workflow call.
+"""Progress of the runs of plans, for `dlscale status`, and progress of a running workflow call, for its display.
 
 The command reads results, logs, benchmarks and the status files that stages write (`dlscale.core.progress`). The
 command asks Slurm only for the list of jobs, and contacts neither Snakemake nor nodes.
@@ -191,7 +191,7 @@ def describe_failures(jobs: Iterable[tuple[str, Mapping[str, str], str]], since:
 
 
 def lines(rows: Iterable[Row], jobs: Iterable[str] = (), left: cost.Expected | None = None) -> list[str]:
-    """Return lines of text: totals, a table of the rows, the waiting stages by plan, and the queued jobs.
+    """Return lines of text: totals, a table of stages, the waiting stages by plan, errors, and the queued jobs.
 
     `left` is the remaining time of all stages.
     """

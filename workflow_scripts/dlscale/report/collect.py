@@ -88,7 +88,7 @@ def rows_of(plan: PlanResult) -> list[Row]:
             key = f"metric {name}" if name in row else name
             row |= _mean(plan, run, key, lambda epoch, name=name: epoch.metrics.get(name))  # type: ignore[misc]
         for mode in MODES if scaled else ():
-            point = points.get(run)  # None for a run without gradient averaging
+            point = points.get(run)  # None for a run outside of all series, such as a run without gradient averaging
             row |= _of(point and point.efficiency(mode), **{f"{mode.lower()}_efficiency": "value"})
             row |= _of(point and point.communication(mode), **{f"{mode.lower()}_communication": "value"})
         rows.append(row)

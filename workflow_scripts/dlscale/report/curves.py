@@ -40,8 +40,9 @@ def drawn(plan: PlanResult) -> list[RunResult]:
 def curve(run: RunResult, what: str, value: Value) -> list[View]:
     """Return rows with a value after each epoch, and before the first epoch if known.
 
-    With several seeds, a row has the mean, the least and the greatest value. Rows have no time if the
-    geometry, the loader or another setting that affects times changed during the run.
+    Epochs with a value that is not finite have no row. With several seeds, a row has the mean, the least and the
+    greatest value. Rows have no time if the geometry, the loader or another setting that affects times changed during
+    the run.
     """
     seeds = [[epochs[0].untrained, *epochs] for epochs in (run.epochs, *run.repeats)]
     rows = []

@@ -116,7 +116,7 @@ class Evidence:
 
     @property
     def faster_loader(self) -> str:
-        """A sentence that suggests a faster loader; empty if the run has the fastest loader."""
+        """A sentence that suggests a faster loader; empty for the fastest loader and for synthetic data."""
         if self.setting("loader.kind") in ("direct", "synthetic"):
             return ""
         return f"{DIRECT} loads fields on grids, rows and images with far less work than the loader in use."

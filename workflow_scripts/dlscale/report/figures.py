@@ -334,7 +334,7 @@ def bars(
     least = min((row["to"] for row in kept if row["to"] > 0), default=greatest)
     axis: View = {"field": "from", "type": "quantitative", "title": length, "axis": {"tickCount": 8}}
     axis["scale"] = {"domain": [0, room * greatest]}
-    if not stacked and greatest > MAX_LINEAR_RATIO * least:  # else the shortest bar would be invisible
+    if not stacked and greatest > MAX_LINEAR_RATIO * least:  # on a linear axis, the shortest bar would be invisible
         start = least / 4
         kept = [{**row, **{key: max(row[key], start) for key in ("from", "low") if key in row}} for row in kept]
         axis["title"] = f"{length}, logarithmic"

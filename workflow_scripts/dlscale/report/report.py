@@ -60,7 +60,10 @@ def live_page(page: str | Path) -> Path:
 
 
 def write_live(options: str) -> None:
-    """Write the live page of the finished plans and datasets; `options` are the options of stage `report`, as JSON."""
+    """Write the live page of the finished plans and datasets; `options` are the options of stage `report`, as JSON.
+
+    Do nothing if the live page was written less than `MIN_REWRITE_SECONDS` ago. Errors are logged.
+    """
     given, _ = read_settings(options)
     live = live_page(given["out"])
     with contextlib.suppress(FileNotFoundError):

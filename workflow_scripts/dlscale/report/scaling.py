@@ -290,7 +290,10 @@ def _ratio(ratio: Ratio | None, figures: Sequence[Published] = ()) -> Cell:
 
 
 def aim(plan: PlanResult) -> tuple[Metric, float] | None:
-    """Return the goal to compare trainings by: their common target, or the lowest validation loss that all reach."""
+    """Return the goal to compare trainings by: their common target, or the lowest validation loss that all reach.
+
+    Trainings without a finite loss do not count. Return None if no training has a finite loss or a common target.
+    """
     wanted = [target_of(run) for run in plan.trained]
     if wanted and wanted[0] and wanted.count(wanted[0]) == len(wanted):
         return wanted[0]
@@ -383,7 +386,7 @@ def _losses(values: Sequence[float]) -> Cell:
 
 
 def parallelism(plan: PlanResult) -> Section | None:
-    """Return memory and speed for each way of dividing a model among devices; None for other plans."""
+    """Return memory and speed for each way of dividing a model among devices; None for other plans or without rates."""
     runs = [run for run in plan.runs if run.throughput and run.unit == SAMPLE_RATE]
     runs = runs if plan.record.kind == "parallelism" else []
     if not runs:

@@ -187,7 +187,7 @@ def environments(plan: PlanResult) -> list[str]:
 
 
 def line(plan: PlanResult) -> str:
-    """Summarise a plan in one line for the terminal: its fastest run, its best run, and the result of tuning."""
+    """Summarise a plan in one line for the terminal: fastest run, best run, tuning, sweep, and disturbances."""
     several = len(plan.runs) > 1
     said = [f"{each['run']}: " * several + each["verdict"].rstrip(".") for each in added(plan)["tuned"]]
     if found := sweep_view(plan):
@@ -606,7 +606,7 @@ STEPS = {"first": COLOURS[0], "faster": MODE_COLOURS["FULL"], "within noise": MU
 
 
 def waterfall(plan: PlanResult, page: Page) -> Section | None:
-    """Return the chart of each rung's speed-up, with the limit of the rung before; None for other plans."""
+    """Return the chart of each rung's speed-up, with the limit of the rung before; None for other plans or one rung."""
     speeds = SpeedUps(plan.runs)
     runs = speeds.runs if plan.record.kind == "ladder" else []
     if len(runs) < 2:
@@ -708,7 +708,7 @@ def sweep_view(plan: PlanResult) -> View | None:
 
 
 def sweep(plan: PlanResult, page: Page) -> Section | None:
-    """Return the trials of a sweep, best first, and the best settings; None for other plans."""
+    """Return the trials of a sweep, best first, and the best settings; None for other plans or without scores."""
     if (found := sweep_view(plan)) is None or plan.record.sweep is None:
         return None
     ranked, values = plan.ranked, plan.record.sweep.trials

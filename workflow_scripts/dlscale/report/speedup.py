@@ -42,7 +42,7 @@ class SpeedUp:
     """The ratio of two speeds."""
 
     log: float  #: Natural logarithm of the ratio; twice and half the speed differ only in sign.
-    error: float  #: Half-width of the 95 % interval of `log`; infinite if the spread is unknown.
+    error: float  #: Half-width of the 95 % interval of `log`; infinite if unknown or disturbed.
     disturbed: bool = False  #: Whether other programs disturbed a separately measured speed.
 
     @property
@@ -315,7 +315,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Series:
-    """Runs that differ only in their number of devices, in increasing order."""
+    """Runs on increasing numbers of devices, with equal settings except `_OWN` and `_LATER`."""
 
     label: str
     batch: int  #: Samples per step: in weak scaling per device (or per group that shares a model), else in total.

@@ -40,7 +40,7 @@ class Call:
     pages: Plans
     plans: Sequence[str]
     datasets: Sequence[str]
-    cores: int | None  #: Cores of this machine that the call may use.
+    cores: int | None  #: `--cores`: CPUs of this machine that the call may use; None without this option.
     tell: Callable[..., None]  #: Function that prints lines on the terminal.
 
     def __post_init__(self) -> None:
@@ -109,9 +109,9 @@ class Call:
     # ---- whether the workflow would start ----------------------------------------------------------------------
 
     def check(self, works: Sequence[Work], files: Iterable[str | Path]) -> None:
-        """Raise `UserError` for jobs that cannot start on this site.
+        """Raise `UserError` for jobs that cannot start on this site, or for a path that the site cannot handle.
 
-        Also raise it for a path that the site cannot handle; `files` are the configuration's files.
+        `files` are the configuration's files.
         """
         launcher.check_names(map(str, [Path.cwd(), self.results, *registry.roots(), *files]), self.site)
         making = {work.plan for work in works if not work.run}

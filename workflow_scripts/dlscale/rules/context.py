@@ -44,8 +44,8 @@ class Context:
     configuration: Configuration
     site: Site  #: Site, with `auto` resolved.
     page: str  #: Path of the page of all targets.
-    #: Snakemake command that calls the workflow again with this call's settings; also after `dlscale run`, which calls
-    #: Snakemake, because Snakemake's options, such as --force, can follow.
+    #: Snakemake command that calls the workflow again with this call's settings. After `dlscale run`, this is also a
+    #: `snakemake` command, because Snakemake's options, such as --force, can follow.
     call: Sequence[str]
     own_settings: Sequence[str]  #: Arguments of `call` that contain the settings.
     is_live: bool  #: Whether the call writes a live page of the targets.

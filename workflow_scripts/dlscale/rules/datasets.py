@@ -127,9 +127,9 @@ class Datasets:
         return self._broken[name]
 
     def _stamp(self, name: str, raw: Any) -> list[int] | None:
-        """Return the stamp of a user's file or folder; if it is missing, the stamp in the manifest.
+        """Return the stamp of a user's file or folder; for a missing file or folder, the stamp in the manifest.
 
-        Return None without such a stamp, and for an origin that is not a file of the user.
+        Return None if the manifest has no stamp, and for an origin that is not a file or folder of the user.
         """
         if raw.origin == "simulated" or "://" in raw.origin or self.makes(raw.origin):
             return None

@@ -163,7 +163,7 @@ class Runs:
         return ["--beside", json.dumps(self.programs.with_fetched_folder(first).slice("throughput")), *manifest]
 
     def train_threads(self, wildcards: Wildcards) -> int:
-        """Return the cores of a training job: `ALL_CORES`, or the number of the run's threads.
+        """Return the threads of a training job: `ALL_CORES`, or the sum of `threads` over the run's processes.
 
         Only a run on CPUs that sets `threads`, but not `cpus`, shares the machine.
         """

@@ -99,8 +99,8 @@ def translate_memory_errors(run: RunCore, manifest: str | Path, world: World) ->
     except Exception as error:
         if any(re.search(_KILLED, str(each)) for each in chain(error)):
             raise UserError(
-                "a worker process of the loader was killed, probably because memory ran out. Lower "
-                "loader.workers, loader.prefetch or batch_size, or request more memory (--mem of a Slurm job)"
+                "a worker process of the loader was killed, probably because memory ran out. Lower loader.workers, "
+                "loader.prefetch or batch_size, or request more memory (geometry.memory_mb, or --mem of a Slurm job)"
             ) from None
         if isinstance(error, UserError) or not is_exhaustion(error):
             raise

@@ -1,9 +1,9 @@
 """Checkpoints: one folder per saved step, written atomically while the training continues.
 
-The run's fingerprint names the folder of the checkpoints, so a retry resumes, and a changed run starts anew. Each
-device writes its shards of each tensor with `torch.distributed.checkpoint` (DCP). Tensor names do not depend on
-devices, so a training with another number of devices can resume. The format is safetensors, so reading a file executes
-no code.
+The run's fingerprint names the folder of the checkpoints, so a retry resumes, and a run starts anew after a change that
+affects its weights. The devices together write each part of each tensor once, with `torch.distributed.checkpoint`
+(DCP). Tensor names do not depend on devices, so a training with another number of devices can resume. The format is
+safetensors, so reading a file executes no code.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ class Checkpoints:
         """Return the newest usable checkpoint up to step `until`; None if all are missing or damaged.
 
         `wanted` returns the shards to fill. Raise `UserError` if a checkpoint is unusable but not known to be damaged,
-        and no earlier checkpoint is usable.
+        and no earlier checkpoint is usable. Also raise `UserError` if the ranks see different checkpoints.
         """
         known = self._world.gather(self.steps())
         if any(steps != known[0] for steps in known):

@@ -236,5 +236,5 @@ def gathered(shards: Mapping[str, Shard], keep: bool = True) -> dict[str, torch.
         value = each.gathered()
         if keep:
             value = value.float() if value.is_floating_point() else value
-            state[name] = value.cpu() if each.cuts else value  # all gathered tensors may not fit on a device
+            state[name] = value.cpu() if each.cuts else value  # the gathered state may not fit on a device
     return state

@@ -30,7 +30,7 @@ class Provenance(Record):
     device: Device = Device()
     processes: int = 1
     devices: int = 0  #: Number of processes, or of GPUs if one process drives several; 0 if unknown.
-    cores: int | None = None  #: Usable cores of a node.
+    cores: int | None = None  #: Usable logical CPUs of a node.
     memory_bytes: int | None = None  #: Usable memory of a node.
     seed: int | None = None
     epochs: int | None = None  #: Number of lines in `metrics.jsonl`.

@@ -109,8 +109,8 @@ class Step:
         self.optimizer, self.scaler = optimizer, Scaler(gradients, run.precision in SCALED, run.loss_scale)
         self._gradients, self._accumulation = gradients, run.accumulation_steps
         #: Whether a loss or update was NaN or infinite: 0 or 1, float32 [] on the device. Before `skip_bad`: in any
-        #: step so far on this rank; after it: in the last step on any rank. Gradients of a scaled loss do not count,
-        #: because loss scaling expects overflows.
+        #: step so far on this rank; after `skip_bad`: in the last step on any rank. Gradients of a scaled loss do not
+        #: count, because loss scaling expects overflows.
         self.bad, self.skips = gradients.bad, False  #: `skips`: whether to leave out bad steps
         #: Weights to check; empty with a scaled loss.
         self._trained = numbers(

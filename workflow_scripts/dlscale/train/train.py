@@ -53,7 +53,8 @@ from dlscale.train.weight_files import weights_digest
 PICTURES = 50
 
 #: Settings left out of the fingerprint, because they do not change the weights after a given step: when to save and to
-#: stop, trackers, devices, loader. For initial weights (`weights`), the file's content counts instead of its path.
+#: stop, trackers, devices, threads, loader. For initial weights (`weights`), the file's content counts instead of the
+#: path.
 NOT_FINGERPRINTED: Any = {
     "training": {
         *("checkpoint_epochs", "target", "stop_after", "on_divergence", "trackers", "weights"),

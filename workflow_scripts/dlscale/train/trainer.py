@@ -147,10 +147,10 @@ class Trainer:
     ) -> list[Epoch]:
         """Train, and return the records of all epochs.
 
-        Training ends after the last epoch, or earlier if a loss or gradient is not finite (`training.on_divergence`),
-        or if an epoch reaches the target and `training.target.stop` is set. `on_begin` is called with the scores before
-        the first step, and `on_epoch` after each epoch, with the epoch's record. `poll` is called before each batch,
-        and returns the same request (to save or to end) on all ranks.
+        Training ends after the last epoch, or earlier if an epoch reaches the target and `training.target.stop` is set.
+        If a loss or gradient is not finite, `training.on_divergence` decides. `on_begin` is called with the scores
+        before the first step, and `on_epoch` after each epoch, with the epoch's record. `poll` is called before each
+        batch, and returns the same request (to save or to end) on all ranks.
         """
         try:
             with contextlib.ExitStack() as later:

@@ -8,7 +8,7 @@ from dlscale.results import MIN_FRACTION
 
 
 def loading(evidence: Evidence) -> Finding | None:
-    """Find slow loading: too few workers for the cores, too much work for the cores, or slow storage."""
+    """Find slow loading: too few workers for the CPUs, too much work for the CPUs, or slow storage."""
     usage, delivers = evidence.usage("IO"), f"Loading alone delivers {number(evidence.rate('IO'))} samples/s"
     if not (evidence.loading and usage):
         return None
@@ -24,7 +24,7 @@ def loading(evidence: Evidence) -> Finding | None:
         with_ = many(count, "worker") + " per process" * (ranks > 1)
         why = (
             f"{delivers} with {with_}. The loading {'process is' if count == ranks == 1 else 'processes are'} busy, "
-            f"while {number(idle, 2)} of {usage.cores} cores are idle."
+            f"while {number(idle, 2)} of {usage.cores} CPUs are idle."
         )
         rung = f"loader: {{workers: {more}}}"
         todo = f"{rung}. The stage `tune` finds the best number of workers. {faster}".rstrip()
@@ -33,7 +33,7 @@ def loading(evidence: Evidence) -> Finding | None:
         return None
     if busy > 0.5:
         cores = number(usage.cpu_seconds / usage.seconds, 2)
-        why = f"{delivers} and keeps {cores} of {usage.cores} cores busy."
+        why = f"{delivers} and keeps {cores} of {usage.cores} CPUs busy."
         todo = faster or "Store the data as the model needs them: float16, channels last, no compression."
         return Finding("loader", "the loader's work", why, todo, evidence.loading, DIRECT if faster else "")
     read = usage.read_bytes

@@ -8,7 +8,7 @@ from dlscale.results import foreign_cpu_fraction
 
 
 def neighbour(evidence: Evidence) -> Finding | None:
-    """Find other programs on the run's cores."""
+    """Find other programs on the run's CPUs."""
     share = foreign_cpu_fraction(evidence.throughput, [])
     usage = evidence.usage("FULL") or evidence.usage("IO") or evidence.usage("SYNTHETIC")
     if not (share and usage):
@@ -16,7 +16,7 @@ def neighbour(evidence: Evidence) -> Finding | None:
     return Finding(
         "neighbour",
         "busy machine",
-        f"Other programs kept {number(share * usage.cores, 2)} of the run's {usage.cores} cores busy while the run was "
+        f"Other programs kept {number(share * usage.cores, 2)} of the run's {usage.cores} CPUs busy while the run was "
         "measured.",
         "Measure again on an idle machine, because these rates are probably too low.",
         None,
