@@ -329,8 +329,8 @@ MUTATIONS = [
     Mutation(
         "sweep_rung_of_all_trials",
         "config/blocks.py",
-        "return list(zip(until, sizes, strict=False))",
-        "return list(zip(until, [trials, *sizes], strict=False))",
+        "for times, size in zip(reversed(longer), sizes, strict=False)",
+        "for times, size in zip(reversed(longer), [trials, *sizes], strict=False)",
         "test_sweep.py::test_rungs",
     ),
     # ---- core ------------------------------------------------------------------------------------

@@ -200,6 +200,8 @@ def test_only_the_program_may_print_a_traceback() -> None:
     ours = 'Traceback (most recent call last):\n  File "/x/dlscale/cli.py", line 3, in main\nKeyError: 1\n'
     assert campaign._defect(f"{own}dlscale measure: the program received SIGINT\n") == ""
     assert campaign._defect(own + ours).startswith(ours.rstrip())
+    stage = own.replace('train.py"', 'workflow_scripts/dlscale/train/train.py"')
+    assert stage != own and campaign._defect(stage).startswith("Traceback")
     assert campaign._defect("a\ndlscale train: a defect of dlscale: KeyError\nb") == (
         "dlscale train: a defect of dlscale: KeyError"
     )

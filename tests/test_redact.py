@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -214,3 +216,9 @@ def test_a_missing_secret_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(urls.VARIABLE, raising=False)
     with pytest.raises(UserError, match="stands for a secret, which this process does not have"):
         redact.put_back(["--token=***secret.token***"], {})
+
+
+def test_no_possessive_quantifier_of_a_group() -> None:
+    """Before Python 3.11.5, such quantifiers match wrongly (gh-106052)."""
+    source = Path(redact.__file__).read_text(encoding="utf-8")
+    assert not re.search(r"\)[*+?]\+", source)

@@ -357,15 +357,22 @@ def test_the_best_trials_continue_and_the_page_shows_all(
     assert set(re.findall(r'href="#(run[^"]*)"', text)) <= set(re.findall(r' id="(run[^"]*)"', text))
 
 
+def _set_epochs(folder: Path, *epochs: dict[str, Any]) -> None:
+    """Replace the epochs of a run, as if the run had trained for these epochs alone."""
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in epochs))
+    known = json.loads((folder / "provenance.json").read_text())
+    (folder / "provenance.json").write_text(json.dumps({**known, "epochs": len(epochs)}))
+
+
 def test_a_trial_that_ends_early_at_a_target_is_ranked(swept: Path) -> None:
     """A trial that ends a rung early, at its target, is ranked like trials with all epochs of the rung."""
     folder = swept.parent / "lr-0p3-rung0"
     first, second = (json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines())
-    (folder / "metrics.jsonl").write_text(json.dumps({**first, "valid_loss": 1e-3}) + "\n")
+    _set_epochs(folder, {**first, "valid_loss": 1e-3})
     assert read_plan(swept, rung=0).ranked[0].name == "lr-0p3" and second["epoch"] == 2
     swept.write_text(swept.read_text().replace("metric: valid_loss", "metric: accuracy"))
     for file in swept.parent.glob("*/metrics.jsonl"):
-        file.write_text(json.dumps({**first, "train_loss": None, "valid_loss": None, "metrics": {}}) + "\n")
+        _set_epochs(file.parent, {**first, "train_loss": None, "valid_loss": None, "metrics": {}})
     plan = read_plan(swept, rung=0)
     assert all(math.isnan(plan.score(run)[0]) for run in plan.ranked) and len(plan.ranked) == 4, (
         "the plan must be readable if all trials diverged"

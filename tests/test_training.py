@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dlscale.config import resolve as config
 from dlscale.config.run import load_run
-from dlscale.core import registry
+from dlscale.core import files, registry
 from dlscale.core.errors import Stopped, UserError
 from dlscale.core.files import HOST, atomic_write, sha256
 from dlscale.core.metrics import Epoch, Metric, Untrained
@@ -775,7 +775,7 @@ def test_an_intact_checkpoint_is_never_deleted(tmp_path: Path, monkeypatch: pyte
     for where, name, error in (
         (safetensors, "safe_open", torch.OutOfMemoryError("out of memory")),
         (checkpoint_module, "sha256", OSError(errno.EIO, "Input/output error")),
-        (Path, "read_text", OSError(errno.ESTALE, "Stale file handle")),  # read_json makes it a UserError
+        (files, "read_text", OSError(errno.ESTALE, "Stale file handle")),  # read_json makes it a UserError
         (checkpoint_module, "fill", OSError(errno.EIO, "Input/output error")),
     ):
         with monkeypatch.context() as patched:

@@ -100,8 +100,8 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=900.0, help="seconds in which a call must end")
     args = parser.parse_args()
 
-    began, commit = time.monotonic(), changed.commit(*SOURCES)
-    folder = args.work / (commit if args.count else f"{commit}-short")
+    began, commit = time.monotonic(), changed.commit(*SOURCES) + "-short" * (not args.count)
+    folder = args.work / commit
     if not (folder / "base/expected.json").exists():
         print(f"Building the study without faults in {folder}", flush=True)
         short = {step for _, what, state in SHORT for step in (COMMANDS[what].step, state)}
@@ -256,7 +256,8 @@ def _defect(said: str) -> str:
         r"Traceback \(most(?:(?!\nTraceback \(most).)*|[^\n]*a defect of dlscale[^\n]*", said, re.DOTALL
     ):
         # A process without memory for its first modules ends with Python's own message.
-        if 'train.py", line' not in found[0] and not found[0].rstrip().endswith("\nMemoryError"):
+        theirs = re.search(r'"(?![^"]*/dlscale/train/)[^"]*train\.py", line', found[0])  # the program of `measure`
+        if not theirs and not found[0].rstrip().endswith("\nMemoryError"):
             return found[0]
     return ""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -102,7 +103,7 @@ def evaluate(
         loss, numbers = validate(run.study, session.step, metrics, loader, world, naive=naive)
     if own and (weights, split) == ("last", "valid") and (trained := path / "metrics.jsonl").exists():
         known = read_epochs(trained)[-1].valid_loss
-        if not abs(loss - known) <= MAX_DIFFERENCE * abs(known):
+        if math.isfinite(known) and not abs(loss - known) <= MAX_DIFFERENCE * abs(known):
             logging.warning(
                 "%s: the loss is %s, but the training computed %s: the weights are those of another run, or the data "
                 "have changed",

@@ -841,8 +841,8 @@ def _common_times(
             at = f", at multiples of step_hours ({step_hours}) from midnight UTC" if step_hours else ""
             raise UserError(
                 f"{label}: '{channel}' covers {_text(there[0])} to {_text(there[-1])}; expected {first} to {last}"
-                f"{at}. Set the dataset's `split` within the covered times, change `step_hours`, add files, or fetch an "
-                "incomplete file again"
+                f"{at}. Set the dataset's `split` within the covered times, change `step_hours`, add files, or fetch "
+                "an incomplete file again"
             )
         kept[channel] = times
     every = np.unique(np.concatenate(list(kept.values())))
