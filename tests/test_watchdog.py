@@ -454,6 +454,10 @@ def test_the_verdict() -> None:
     assert not short._verdict()
     short.limits = Limits(between=10)
     assert "30 s for process 1 on nid1 (opening)" in short._verdict(), "three times `between`"
+    long = judge(*[at(n, "", OPENING, 3_000) for n in (9, 8)])
+    assert long._verdict()
+    long.limits = Limits(between=3_600)
+    assert not long._verdict(), "opening may last at least as long as work between epochs"
     tests, further, after = (at(n, "self-test", REHEARSAL, 121) for n in (5, 6, 9))
     assert "120 s for process 0 on nid0 (self-test)" in verdict(tests, further, after)
     assert not verdict(at(5, "self-test", REHEARSAL, 100), further), "the rank behind opens connections"

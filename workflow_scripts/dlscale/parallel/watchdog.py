@@ -277,7 +277,7 @@ class Watchdog:
             ranges.STEPS: max(self.limits.stuck, MAX_RANGE_RATIO * max(seen.longest for seen in self._seen)),
             ranges.BETWEEN: self.limits.between,
             ranges.REHEARSAL: REHEARSAL,
-            ranges.OPENING: min(GRACE_SECONDS, 3 * self.limits.between),
+            ranges.OPENING: max(self.limits.between, min(GRACE_SECONDS, 3 * self.limits.between)),
         }
         return max(seconds[self._seen[rank].kind] for rank in ranks)
 
