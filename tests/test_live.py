@@ -97,9 +97,9 @@ def test_a_call_with_jobs_never_timed_shows_the_jobs_that_are_done(tmp_path: Pat
         end(job, 100)
         progress.look(now + at)
     assert shown == [
-        ["0 %", "at least 10.0 s left, plus 2 jobs never timed here", "0 of 3 jobs"],
-        ["33 %", "time left unknown: 2 jobs never timed here", "1 of 3 jobs"],
-        ["67 %", "time left unknown: 1 job never timed here", "2 of 3 jobs"],
+        ["0 %", "at least 10.0 s left", "0 of 3 jobs"],
+        ["33 %", "time left unknown", "1 of 3 jobs"],
+        ["67 %", "time left unknown", "2 of 3 jobs"],
     ]
 
 

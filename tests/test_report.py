@@ -442,10 +442,10 @@ def test_the_card_warns_of_a_neighbour(results: Results) -> None:
     files = [str(run.folder / "throughput.json") for run in plan.runs[:2]]
     again = shlex.join(["snakemake", f"plan_{plan.name}", "--forcerun", *files])
     assert found and found.tag == "busy machine" and found.advice.endswith(f": {again}")
-    assert "45\u00a0% to 60\u00a0% of the cores" in found.summary and "runs a and b" in found.summary
+    assert "45\u00a0% to 60\u00a0% of the cores" in found.summary and "runs a, b" in found.summary
     assert disturbance(plan.runs[2:]) is None
     page = Page(results.report()).text
-    assert "Other programs used 45 % to 60 % of the cores while runs a and b" in page
+    assert "Other programs used 45 % to 60 % of the cores while runs a, b" in page
     assert sections.line(plan).endswith("; busy machine: speeds are probably too low")
 
 

@@ -152,7 +152,7 @@ class Turns:
         found: list[list[Round]] = []
         opening = 0.0
         what = "paired timing with the plan's first run"
-        with Progress(what, len(self._couples), "starts", part=True) as progress:
+        with Progress(what, len(self._couples), "repetitions", part=True) as progress:
             for number, couple in enumerate(self._couples):
                 if number < 2 or opening < seconds:
                     order = (0, 1) if number % 2 else (1, 0)

@@ -264,9 +264,8 @@ def main(args: argparse.Namespace, configuration: Configuration | None) -> int:
 
 
 def left_words(left: cost.Expected) -> list[str]:
-    """Return the remaining time in words, with the number of jobs that this time does not include."""
-    note = f", plus {left.note}" * bool(left.note)
-    return [f"{left} left{note}"] if left.seconds else [f"time left unknown: {left.note}"] * bool(left.untimed)
+    """Return the remaining time in words; empty if nothing is left."""
+    return [f"{left} left"] if left.seconds else ["time left unknown"] * bool(left.untimed)
 
 
 def left_of(configuration: Configuration, rows: Iterable[Row]) -> cost.Expected:

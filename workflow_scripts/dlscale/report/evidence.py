@@ -202,7 +202,7 @@ def bound(throughput: Throughput | None) -> Bound | None:
             "Measure again on an idle machine."
         )
     elif share > 1:
-        reaches = f"{number(full)} samples/s, the rate of {slower_part} within noise"
+        reaches = f"{number(full)} samples/s, as fast as {slower_part} alone, within noise"
     elif share < 0.8 and full < 0.9 * serial:
         advice = "Training is slower than loading and computing one after the other would be" + (
             ", but within noise."

@@ -178,7 +178,7 @@ def environments(plan: PlanResult) -> list[str]:
         if apart:
             found.setdefault(", ".join(apart), []).append(run.label)
     return [
-        f"Machine or software differs from run “{plan.runs[0].label}” in run “{'”, “'.join(runs)}”: {words}."
+        f"Unlike run “{plan.runs[0].label}”, run “{'”, “'.join(runs)}” had another machine or other software: {words}."
         for words, runs in found.items()
     ]
 
@@ -624,8 +624,8 @@ def waterfall(plan: PlanResult, page: Page) -> Section | None:
         rows[-1] |= {"end": max(begin, over.ratio), "ratio": over.words, "was": was.what if was else text.NONE}
         reached = over.ratio
     words = (
-        "Speed of each rung, relative to the first run. Each bar starts at the speed of the rung before it. A label "
-        "gives the speed-up over the rung before, and the bottleneck of the rung before."
+        "Speed of each rung, relative to the first run. Each bar starts at the speed of the rung before it. The "
+        "label of a bar gives the speed-up over the rung before, and what limited that rung."
     )
     shown = {"ratio": "over the first run", "said": "over the rung before", "was": "limit of the rung before"}
     more: View = {"colours": STEPS, "by": "step", "stacked": True, "shown": shown, "facts": plan.facts, "room": 1.8}
@@ -676,8 +676,8 @@ def rates(plan: PlanResult, runs: Sequence[RunResult], unit: str = SAMPLE_RATE) 
     ]
     what = "Samples" if unit == SAMPLE_RATE else "Steps"
     words = (
-        f"{what} per second of each run: loading alone, computing alone, and training. Bars are means over the trials; "
-        "thin lines show one standard deviation to each side."
+        f"{what} per second of each run: {', '.join(dict.fromkeys(row['mode'] for row in rows))}. Bars are means over "
+        "the trials; thin lines show one standard deviation to each side."
     )
     shown = {"value": unit, "trials": "trials"}
     colours = {MODE_NAMES[mode]: colour for mode, colour in MODE_COLOURS.items()}

@@ -50,14 +50,14 @@ def disturbance(runs: Sequence[RunResult], call: str = "snakemake") -> Disturban
     return Disturbance(
         "busy machine",
         _load(foreign, len(runs), "other programs", "was measured" if len(foreign) == 1 else "were measured"),
-        "These rates are probably too low; only speed-ups with ± are known. Measure again on an idle machine"
+        "These rates are probably too low; speed-ups with ± remain valid. Measure again on an idle machine"
         + (f": {call} plan_{runs[0].folder.parent.name} --forcerun {shlex.join(files)}" if files else "."),
     )
 
 
 def _load(runs: Mapping[RunResult, float], of: int, programs: str, did: str) -> str:
     ends = dict.fromkeys(map(percent, (min(runs.values()), max(runs.values()))))
-    which = f"run{'s' * (len(runs) > 1)} {' and '.join(run.name for run in runs)}"
+    which = f"run{'s' * (len(runs) > 1)} {', '.join(run.name for run in runs)}"
     known = which if len(runs) <= 3 else f"{len(runs)} of {of} runs"
     return f"{programs} used {' to '.join(ends)} of the cores while {known} {did}"
 

@@ -154,7 +154,7 @@ def _about(sample: bool, steps: Sequence[StepTime]) -> str:
     )
     unexplained = (
         " Without a profile, the parts are estimates: the computing is a step of computing alone. The wait for data is "
-        "the rest, but not longer than loading alone. What then remains is unexplained."
+        "the rest, but not longer than loading alone. The remaining time is unexplained."
     )
     return said + unexplained * any("unexplained" in each.parts for each in steps)
 
