@@ -256,7 +256,7 @@ def expected(bench: Bench, rate: float, kind: str = "FULL resident") -> dict[str
 
 
 def compiled(bench: Bench) -> list[Task]:
-    """Return the compiled rungs of the U-Net, whose speed docs/benchmarks.md only expects."""
+    """Return the compiled rungs of the U-Net, for which docs/benchmarks.md has only expected speeds."""
     return unet(bench, compiled=True)
 
 

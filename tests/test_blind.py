@@ -70,7 +70,7 @@ def test_a_file_of_a_model(tmp_path: Path, capfd: pytest.CaptureFixture[str]) ->
     text = capfd.readouterr().out
     assert text.startswith("small, fsdp on by hand, links of dgx_h100: not measured; from FLOPs")
     assert "Fastest: 16 devices" in text and "range of 112 public runs" in text and "90 %" not in text
-    assert "Range: 0.36 to 1.29 times the rate, as measured / predicted of public runs" in text
+    assert "Range: 0.36 to 1.29 times the predicted rate, as for public runs" in text
     file.write_text(yaml.safe_dump(MODEL | {"parameters": 0}))
     assert stage("predict", "--model", file) == 2 and "parameters" in error_line(capfd)
     assert stage("predict", "some.run", "--model", file) == 2 and "--model FILE" in error_line(capfd)

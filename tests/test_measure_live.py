@@ -91,9 +91,9 @@ def screen(written: str, columns: int) -> list[str]:
 
 @pytest.mark.parametrize("columns", [40, 0])
 def test_lines_and_progress_bars_do_not_mix(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
-    """On a terminal, a line begins in its own row, also after a bar that fills its row; no row is empty.
+    """On a terminal, a message of dlscale begins in its own row, also after a full row of a bar; no row is empty.
 
-    If the terminal's width is unknown, a line replaces the bar, which its program prints again.
+    If the terminal's width is unknown, the message replaces the bar, which the measured program prints again.
     """
     master, slave = os.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))

@@ -304,7 +304,7 @@ def test_the_table_shows_measured_and_ideal_values(weak: PlanResult) -> None:
     }
     assert {key: row[key] for key in expected} == expected
     assert cells(view.tables[0], 0)["FULL", "efficiency"] == ("100 %", "")
-    assert len(view.tables[0].rows) == 3  # runs without averaging have no rows
+    assert len(view.tables[0].rows) == 3  # runs without averaging of gradients (`no_sync`) have no rows
     said = scaling.glance(weak)
     assert said and re.match(r"efficiency 80 % ± 4 % on 8 devices .* 20 % ± 4 %", said.replace("\u00a0", " "))
 

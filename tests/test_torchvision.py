@@ -172,7 +172,7 @@ def test_each_classifier_is_torchvisions() -> None:
             expected = torchvision.models.get_model(name, **options)
         shapes = [{key: values.shape for key, values in model.state_dict().items()} for model in (found, expected)]
         assert list(shapes[0].items()) == list(shapes[1].items()), name
-        if name not in torchvision_networks.AUXILIARY:  # torchvision counts these without auxiliary classifiers
+        if name not in torchvision_networks.AUXILIARY:  # published without auxiliary classifiers
             assert sum(p.numel() for p in found.parameters()) == weights.meta["num_params"], name
 
 

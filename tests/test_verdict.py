@@ -245,7 +245,7 @@ def test_gradient_averaging_is_described_by_both_rates() -> None:
         pytest.param(
             measured(65, full=60),
             profiled(items=1, syncs=1, sync_seconds=0.03, device_busy=0.6),
-            id="a wait while loading leaves the device idle",
+            id="a host wait in a step with an idle device",
         ),
         pytest.param(measured(nranks=4, alone=trials(113, std=20)), None, id="a difference within the trials' spread"),
         pytest.param(measured(used=usage(1.0, 1.35, cores=128)), None, id="daemons of a large node"),

@@ -347,7 +347,7 @@ def test_ctrl_c_ends_a_process_that_waits_for_others(tmp_path: Path, rank: str, 
     with subprocess.Popen([sys.executable, "-c", program], env=alone, stdout=subprocess.PIPE, text=True) as waiting:
         try:
             assert waiting.stdout and waiting.stdout.readline()
-            time.sleep(1)  # until the process waits in C++; it ends the same way if this takes longer
+            time.sleep(1)  # then it waits in C++; if not yet, the signal ends it, too
             waiting.send_signal(signal.SIGINT)
             assert waiting.wait(20) == -signal.SIGINT
         finally:

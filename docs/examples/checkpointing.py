@@ -12,7 +12,7 @@ for over in (
     {"compile": {"mode": "default"}},
     {"compile": {"mode": "default", "memory_budget": 0.5}},
 ):
-    torch.compiler.reset()  # forget the code of another memory budget
+    torch.compiler.reset()  # drop code that was compiled with another memory budget
     step, (x, y) = case.step(CPU, **over), case.batch(CPU)
     batch, found = x.nbytes + y.nbytes, predicted(case, **over)
     at, most = allocated(step, x, y)

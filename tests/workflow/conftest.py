@@ -175,7 +175,7 @@ class Tree:
 
     @property
     def imports(self) -> Path:
-        """Return the folder to which each stage writes its imported modules."""
+        """Return the folder to which each stage writes the names of the modules that it imported."""
         return self.path / "imports"
 
     @property

@@ -137,9 +137,7 @@ def test_the_crate_records_agent_time_and_machine_of_each_stage(crate: Path, fin
     assert ran["startTime"] == min(each["startTime"] for each in stages)
     assert ran["endTime"] == max(each["endTime"] for each in stages)
     assert known["./"]["license"]["@id"].endswith("CC-BY-4.0")
-    assert known["Snakefile"]["license"]["@id"].endswith("BSD-3-Clause"), (
-        "the workflow has another licence than the results"
-    )
+    assert known["Snakefile"]["license"]["@id"].endswith("BSD-3-Clause"), "the workflow must keep its own licence"
 
 
 def test_authors_and_licence_of_results_are_the_users(crate: Path) -> None:

@@ -583,7 +583,8 @@ class _Resolver:
             what = f"{text} is a trial of successive halving, trained rung by rung; use the key 'from' instead"
         elif other.study != plan.study:
             what = (
-                f"{text} belongs to study {other.study}, but this plan belongs to {plan.study}; use a run of this study"
+                f"{text} belongs to study {other.study}, but this plan belongs to {plan.study}; use a run of "
+                f"{plan.study}"
             )
         if what:
             raise UserError(f"configuration: {where}: {what}")

@@ -285,9 +285,9 @@ class Site(Lawful):
     )
     gpu: bool | None = Field(
         None,
-        description="Whether runs use GPUs. If true, containers of runs get access to the GPUs, and a run without a "
-        "visible GPU fails. Absent: true if the scheduler's gpu_nodes have GPUs; without a scheduler, runs use this "
-        "machine's GPUs, if any.",
+        description="true: containers of runs get access to the GPUs, and a run without a visible GPU fails. false: "
+        "containers get no access; without containers, runs still use visible GPUs. Absent: true if the scheduler's "
+        "gpu_nodes have GPUs; without a scheduler, runs use this machine's GPUs, if any.",
     )
     gpu_order: list[NonNegativeInt] | None = Field(
         None,

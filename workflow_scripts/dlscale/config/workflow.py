@@ -267,9 +267,9 @@ class Budget(Strict):
     )
     charged_hours: NonNegativeFloat | None = Field(
         None,
-        description="Maximum sum of node-hours, each multiplied (after `full_charge_minutes`) by the charge of its "
-        "queue. If CPU nodes and GPU nodes have different accounts (`account_suffix`), the maximum applies to each "
-        "account. Absent: no limit.",
+        description="Maximum sum of charged node-hours: node-hours multiplied by the `charge` of the queue (the first "
+        "`full_charge_minutes` of a job count in full). If CPU nodes and GPU nodes have different accounts "
+        "(`account_suffix`), the maximum applies to each account. Absent: no limit.",
     )
 
 

@@ -62,7 +62,8 @@ class File(Record):
     def of(cls, path: Path, folder: Path, rows: int, digest: str | None = None, verifiable: bool = False) -> File:
         """Describe the file at `path`; `folder` is the folder of the manifest.
 
-        Without a digest, path, size and modification time identify the content, because reading terabytes takes hours.
+        If no digest is given, the content is identified by path, size and modification time, because reading terabytes
+        takes hours.
         """
         (size, time), place, folder = stamp(path), path.resolve(), folder.resolve()
         digest = digest or hashlib.sha256(f"{place} {size} {time}".encode()).hexdigest()

@@ -36,7 +36,8 @@ NODES = (tuple, list, dict)
 def tree_map(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
     """Call a function for each leaf of `tree` (and the same leaves of `others`); return the tree of the results.
 
-    Nodes are PyTorch's: tuples, named tuples, lists, dicts, `OrderedDict` and `defaultdict`; not other subclasses.
+    As in PyTorch's pytree, nodes are tuples, named tuples, lists, dicts, `OrderedDict` and `defaultdict`. Instances of
+    other subclasses are leaves.
     """
     if not isinstance(tree, NODES):
         return function(tree, *others)

@@ -67,8 +67,8 @@ class ContainerMounts:
 def sources(site: Site) -> Path:
     """Return the folder from which Python imports `dlscale`.
 
-    For containers, the folder has nothing else that Python could import by accident: for an installed dlscale, this is
-    a new folder with a link to the package.
+    For containers, this folder must have nothing that Python could import by accident. An installed dlscale is in
+    site-packages, so the result is then a new folder with a link to the package.
     """
     if CHECKOUT or site.engine == "none":
         return ROOT.parent

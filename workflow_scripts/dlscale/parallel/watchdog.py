@@ -34,7 +34,8 @@ BEAT = 1.0  #: Seconds between two heartbeats.
 #: Timeout of a range of a step (`core.ranges`), as a multiple of the longest recent range; at least `Limits.stuck` s.
 MAX_RANGE_RATIO = 10.0
 WINDOW = 200  #: Number of recent ranges, of which `MAX_RANGE_RATIO` uses the longest.
-#: Longest timeout while data are opened; minimum timeout if no rank is behind, unless all wait in different operations.
+#: Longest timeout while data are opened, unless `Limits.between` is longer. Also the minimum timeout if no rank is
+#: behind, except if all ranks wait, but not all in the same operation.
 GRACE_SECONDS = 1800.0
 REHEARSAL = 120.0  #: Seconds allowed without progress in the self-test, which may open thousands of connections.
 CONNECT = 300.0  #: Timeout of a connection to the store, seconds; thousands of processes connect at once.

@@ -130,7 +130,7 @@ class Step:
     def skip_bad(self) -> None:
         """From now on, leave out each step that is bad on any rank: weights, buffers and optimiser keep their bits."""
         self.skips = True
-        make_state(self.optimizer)  # a fused SGD would not set the momentum of a first step that is left out
+        make_state(self.optimizer)  # if the first step is left out, a fused SGD would not initialise its momentum
 
     def compile(self, mode: str) -> None:
         """Compile the forward pass with the loss, and the forward pass of predictions, in the run's `compile.mode`."""

@@ -181,9 +181,10 @@ class ProgramCopy:
 
 
 def time_turns(copy: KeptProgram, steps: Path) -> Headroom:
-    """Time turns of the copy until the interval of the speed-up is narrow, SECONDS have passed, or the copy ends.
+    """Time turns of the copy until the interval of the speed-up is narrow, or the copy ends.
 
-    Raise `NoHeadroom` for fewer than FEWEST_PAIRS pairs of turns.
+    After SECONDS, FEWEST_PAIRS pairs of turns are enough. Raise `NoHeadroom` for fewer pairs at the end of the copy or
+    after LATEST seconds.
     """
     schedule = steps / "schedule"
     first, plain = measure_pace(copy, steps)

@@ -48,8 +48,8 @@ def page_ratio(shape: Sequence[int], region: Sequence[int], itemsize: int) -> fl
         piece, pieces = piece * extent, pieces // extent
         if extent < length:
             break
-    # Pages shared by contiguous pieces of the region count once, so at most the bytes from its first to its last value
-    # are read.
+    # A page that several pieces share counts once. So the pages cover at most the region from its first to its last
+    # value, and one page more.
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     span = itemsize * (1 + sum((extent - 1) * stride for extent, stride in zip(region, strides, strict=True)))
     touched = pieces * (piece + PAGE - 1)
@@ -83,7 +83,7 @@ def probe_layouts(configuration: Configuration, plans: Collection[str] | None = 
 
 
 def _probe(run: Run, file: Path) -> list[Finding]:
-    """Return a finding for each field that a run's samples read; empty if the regions are unknown."""
+    """Return a finding for each field that a run reads; empty if it is unknown which parts of a field samples read."""
     try:
         manifest = Manifest.read(file)
         fits = sum(each.bytes for files in manifest.splits.values() for each in files) < machine.free_memory()

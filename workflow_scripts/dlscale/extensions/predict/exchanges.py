@@ -1,8 +1,8 @@
 """Predict the bytes that ranks exchange in one step of a model, counted as in nccl-tests.
 
-The count of an all-reduce is the size of its tensor. The count of every other operation is the larger of its input and
-its output. In a ring of n ranks, each rank sends 2 (n - 1) / n times this count for an all-reduce, and (n - 1) / n
-times this count for another operation (Thakur et al. 2005, doi:10.1177/1094342005051521).
+The size of an all-reduce is that of its tensor. The size of an all-gather or a reduce-scatter is that of its output or
+its input, whichever is larger. In a ring of n ranks, each rank sends 2 (n - 1) / n times this size for an all-reduce,
+and (n - 1) / n times this size for the other two (Thakur et al. 2005, doi:10.1177/1094342005051521).
 """
 
 from __future__ import annotations

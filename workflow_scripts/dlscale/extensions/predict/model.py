@@ -452,7 +452,7 @@ def _model(machine: Machine, work: Workload, job: Job) -> float:
 
 
 def seconds(machine: Machine, work: Workload, costs: Costs, job: Job, of: Measure = STEPS) -> float:
-    """Return the seconds of the measured quantity `of`: a step in a mode, an epoch, a validation, or both."""
+    """Return the seconds of the measured quantity `of`: a step in a mode, an epoch, a validation, or the last two."""
     if of.mode == "IO":
         return _load(machine, work, costs, job)
     if of.mode == "ALONE":

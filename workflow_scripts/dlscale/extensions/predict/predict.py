@@ -405,7 +405,7 @@ def head(measured: MeasuredRuns) -> list[str]:
     links, (low, *_, high) = measured.links, analytic.public_ratios()
     return [
         f"{measured.run.study}, {kind}: {fitted if most else 'not measured; from FLOPs, shapes and data sheets alone'}",
-        *([] if most else [f"Range: {low:.2f} to {high:.2f} times the rate, as measured / predicted of public runs."]),
+        *([] if most else [f"Range: {low:.2f} to {high:.2f} times the predicted rate, as for public runs."]),
         *([f"Links, measured by {links.processes} processes: {links.line()}"] if links else []),
         f"Efficiency: rate divided by the number of devices, and by the rate of one device with a batch of "
         f"{measured.batch:g}.",

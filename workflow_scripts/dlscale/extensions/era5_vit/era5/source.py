@@ -103,7 +103,7 @@ class Variable:
     #: Function `load(times, levels, rows, columns)`, which reads the values at the indices `times` [t] and `levels` [l]
     #: in the window `rows`, `columns`, and returns float32 [t, l, h, w].
     load: Callable[[np.ndarray, list[int], slice, slice], np.ndarray]
-    point_bytes: int  #: Bytes per point and level during reading: packed, decoded, masked, and as float32.
+    point_bytes: int  #: Bytes per point and level during reading: sum of packed, decoded, masked and float32 values.
     held: int = 1  #: Number of levels in a chunk; all of them are read together.
     #: Member, kind of statistics over time and similar properties, by name; equal in all variables of a channel.
     traits: Mapping[str, str] = field(default_factory=dict)
@@ -175,7 +175,7 @@ def _check_written(values: Any) -> None:
     if not declared and (any(map(int.__gt__, sizes, values.shape)) or (values.size and not store.is_written(values))):
         raise UserError(
             f"{values.file.filename}: a part of '{values.name.strip('/')}' was never written and would be read as 0. "
-            "Write the file again, or copy the complete times to another file"
+            "Write the file again, or copy the completely written times to another file"
         )
 
 
