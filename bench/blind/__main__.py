@@ -121,8 +121,8 @@ def table() -> Iterator[str]:
     yield ""
     rows = sorted(each for own in tables.values() for each in own)
     low, high = f"{rows[0]:.2f}", f"{rows[-1]:.2f}"
-    yield f"The printed range, {low} to {high} times the rate, covers {len(rows)} public runs: these tables, and the ViT in"
-    yield "16 bits (SC23 to SC25). Measured / predicted, and figures within the other tables' range:"
+    yield f"The printed range, {low} to {high} times the rate, covers {len(rows)} public runs: these tables and"
+    yield "the ViT in 16 bits (SC23 to SC25). Measured / predicted, and figures within the other tables' range:"
     yield ""
     for name, own in tables.items():
         rest = [each for other, values in tables.items() if other != name for each in values]
