@@ -676,7 +676,7 @@ def rates(plan: PlanResult, runs: Sequence[RunResult], unit: str = SAMPLE_RATE) 
     ]
     what = "Samples" if unit == SAMPLE_RATE else "Steps"
     words = (
-        f"{what} per second of each run: {', '.join(dict.fromkeys(row['mode'] for row in rows))}. Bars are means over "
+        f"{what} per second of each run: {', '.join(dict.fromkeys(str(row['mode']) for row in rows))}. Bars are means over "
         "the trials; thin lines show one standard deviation to each side."
     )
     shown = {"value": unit, "trials": "trials"}
