@@ -676,8 +676,8 @@ def rates(plan: PlanResult, runs: Sequence[RunResult], unit: str = SAMPLE_RATE) 
     ]
     what = "Samples" if unit == SAMPLE_RATE else "Steps"
     words = (
-        f"{what} per second of each run: {', '.join(dict.fromkeys(str(row['mode']) for row in rows))}. Bars are means over "
-        "the trials; thin lines show one standard deviation to each side."
+        f"{what} per second of each run: {', '.join(dict.fromkeys(str(row['mode']) for row in rows))}. Bars are "
+        "means over the trials; thin lines show one standard deviation to each side."
     )
     shown = {"value": unit, "trials": "trials"}
     colours = {MODE_NAMES[mode]: colour for mode, colour in MODE_COLOURS.items()}
