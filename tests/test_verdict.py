@@ -410,8 +410,8 @@ def test_a_neighbour_does_not_hide_other_causes() -> None:
 @pytest.mark.parametrize(
     ("rates", "reached"),
     [
-        ((1000.0, 686.0, 714.0), "Training reaches 714 samples/s, the rate of computing within noise."),
-        ((100.0, 1000.0, 104.0), "Training reaches 104 samples/s, the rate of loading within noise."),
+        ((1000.0, 686.0, 714.0), "Training reaches 714 samples/s, as fast as computing alone, within noise."),
+        ((100.0, 1000.0, 104.0), "Training reaches 104 samples/s, as fast as loading alone, within noise."),
         ((1000.0, 100.0, 100.0), "Training reaches 100 % of computing alone, the slower of the two."),
     ],
 )
