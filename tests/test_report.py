@@ -957,11 +957,8 @@ def test_a_software_difference_to_the_first_run_is_reported(results: Results) ->
         update = {"versions": {**BEFORE.versions, "driver": driver}, "git": {"commit": name, "dirty": False}}
         BEFORE.model_copy(update=update).write(file)
     plan = read_plan(results.plan("p", {name: name for name in "abcd"}))
-    assert (
-        len(found := sections.environments(plan)) == 1
-        and found[0].endswith(": driver 570.1 → 580.2.")
+    assert len(found := sections.environments(plan)) == 1 and found[0].endswith(": driver 570.1 → 580.2.")
     assert "run “b”, “d” " in found[0]
-    )
 
 
 @pytest.mark.slow
