@@ -155,7 +155,7 @@ def main() -> None:
         type=int,
         default=os.cpu_count(),
         metavar="N",
-        help="number of other programs, each of which keeps a core busy (default: one per logical CPU)",
+        help="number of other programs that each keep a CPU busy (default: one per logical CPU)",
     )
     parser.add_argument(
         "--threads",

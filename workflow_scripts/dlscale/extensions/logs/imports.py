@@ -172,17 +172,17 @@ def _drop_with(tag: str, tries: Mapping[str, Sequence[_Try]], dropped: Mapping[s
     The program that wrote the curve `tag` into a file also wrote the file's other curves. The next try's file may lack
     points of the other curves, for example if no validation has ended yet.
     """
-    joined, files = _Try(0.0, 0), set[int]()
+    known, files = dict[int, tuple[float, float]](), set[int]()
     for each in (one for one in tries[tag] if one.points):
         first, (time, _) = next(iter(each.points.items()))
-        reason = RESTARTED if joined.points and first <= min(joined.points) else ABANDONED
+        reason = RESTARTED if known and first <= min(known) else ABANDONED
         several = len(each.points) > 1 and each.file not in files
-        if several and all(at <= time for step, (at, _) in joined.points.items() if step >= first):
+        if several and all(at <= time for step, (at, _) in known.items() if step >= first):
             for other, its in tries.items():
                 if other != tag:
                     start = 0 if reason == RESTARTED else first
                     dropped[other][reason] += sum(one.drop(start, time) for one in its if one.file in files)
-        joined.points.update(each.points)
+        known.update(each.points)
         files.add(each.file)
 
 
